@@ -1,0 +1,1 @@
+"""Benchmarks of cupyattn: ``python -m bench --help``."""

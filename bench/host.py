@@ -1,0 +1,86 @@
+"""Time until a call of each operation returns, against the smallest call of torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import inputs, workloads
+from .peers import our_call
+
+CASES = [
+    "rope/s2048-h512-bf16",
+    "mta/b2-c4-k3-l64-bf16",
+    "fused_na/b2-s64-h512-n8-k7-d1-f32",
+    "na/3d-small-causal",
+]
+
+
+def main(names: list[str] | None = None, seconds: float = 0.3) -> int:
+    """Print the host's microseconds per call, with and without ``out=``, and as a plan."""
+    import cupy
+
+    cupy.cuda.Stream(non_blocking=True).use()
+    torch = _torch(cupy)
+    base = None
+    if torch is not None:
+        z = torch.zeros(1, device="cuda")
+        base = _host(lambda: z.add_(1), seconds)
+        print(f"torch z.add_(1): {base:.2f} us")
+    print(f"{'workload':<36}{'direction':<11}{'arrays':<8}{'call us':>9}{'out= us':>9}"
+          f"{'plan us':>9}{'call / torch':>14}{'out= / torch':>14}")  # fmt: skip
+    for name in names or CASES:
+        w = workloads.WORKLOADS[name]
+        for direction in workloads.DIRECTIONS:
+            arrays = inputs.make(w, direction, cupy)
+            kinds = [("CuPy", arrays)]
+            if torch is not None:
+                kinds.append(("torch", inputs.to_torch(arrays)))
+            for kind, x in kinds:
+                line = f"{w.name:<36}{direction:<11}{kind:<8}"
+                try:
+                    times = _times(w, direction, x, seconds)
+                    line += "".join(f"{t:9.2f}" if t else f"{'-':>9}" for t in times)
+                    line += "".join(f"{t / base:14.2f}" for t in times[:2] if base)
+                except Exception as failure:  # noqa: BLE001 (must not hide the others)
+                    line += f"  {type(failure).__name__}: {str(failure).splitlines()[0:1]}"
+                print(line, flush=True)
+    return 0
+
+
+def _times(w: Any, direction: str, x: dict[str, Any], seconds: float) -> list[float | None]:
+    import cupyattn
+
+    name, arrays, options = our_call(w, direction, x)
+    function = getattr(cupyattn, name)
+    out = function(*arrays, **options)
+    plan = None
+    try:
+        recompute = cupyattn.plan(name, *arrays, **options)
+        plan = _host(recompute, seconds)
+    except Exception as failure:  # noqa: BLE001
+        print(f"no plan for {name}: {type(failure).__name__}: {failure}")
+    return [
+        _host(lambda: function(*arrays, **options), seconds),
+        _host(lambda: function(*arrays, out=out, **options), seconds),
+        plan,
+    ]
+
+
+def _host(function: Any, seconds: float) -> float:
+    import numpy as np
+    from cupyx.profiler import benchmark
+
+    result = benchmark(function, n_repeat=2000, n_warmup=20, max_duration=seconds, name="host")
+    return float(np.median(1e6 * result.cpu_times))
+
+
+def _torch(cupy: Any) -> Any:
+    try:
+        import torch
+    except ImportError:
+        return None
+    torch.set_grad_enabled(False)
+    stream = torch.cuda.Stream()
+    torch.cuda.set_stream(stream)
+    cupy.cuda.ExternalStream(stream.cuda_stream).use()
+    return torch

@@ -1,0 +1,1 @@
+"""Problems and row tables, one module per operator stem. Plain arithmetic; no array library."""

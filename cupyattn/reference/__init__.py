@@ -1,0 +1,1 @@
+"""Float64 NumPy definitions of every operation, forward and backward."""

@@ -1,0 +1,242 @@
+"""Rotary position embedding and its tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from . import _arrays, _checks
+from ._launch import Operator, call
+from ._program import Layout
+from .configs import rope as configs
+from .configs.rope import Problem
+from .reference import rope as reference
+
+_LAYOUTS = ("bhsd", "bshd")
+
+
+def rope(q, k, cos, sin, *, rotary_dim=None, interleaved=False, position_ids=None, offset=0,
+         inverse=False, layout="bhsd", out=None):
+    """Rotate pairs of features of queries and keys by an angle that depends on the position.
+
+    With ``r = rotary_dim // 2``, half-split: ``y[:r] = x[:r] cos - x[r:2r] sin`` and
+    ``y[r:2r] = x[r:2r] cos + x[:r] sin``; interleaved: the same for features (2i, 2i + 1).
+    Features from `rotary_dim` on pass through. Arithmetic in float32 (float64 for float64), one
+    rounding.
+
+    Parameters
+    ----------
+    q : array, (batch, q_heads, seq, head_dim), or None
+        float16, bfloat16, float32 or float64; NumPy, CuPy or torch (CUDA). Copied only if the
+        last axis is strided.
+    k : array, (batch, kv_heads, seq, head_dim), or None
+        Both are (batch, seq, heads, head_dim) with ``layout="bshd"``.
+    cos, sin : array, (table, width) or (batch or 1, table, width)
+        Any float dtype. `width` is ``rotary_dim // 2``, or `rotary_dim` with each value twice:
+        halves repeated (half-split), neighbours repeated (interleaved).
+    rotary_dim : int, optional
+        Even, at most head_dim. None: head_dim if ``width == head_dim``, else ``2 * width``.
+    interleaved : bool
+        Pairs are (0, 1), (2, 3), ... if true, else (i, i + rotary_dim // 2).
+    position_ids : array, (seq,) or (batch, seq), int32 or int64, optional
+        Position of each token, an array of the same library. The token's number when None.
+    offset : int or sequence of int
+        Added to the position; one value, or one for each batch item. The sum is the table row.
+        A row outside the table is an error where the host knows it; from `position_ids` on a
+        device the token comes out as NaN and `check_errors`, or a later call, raises.
+    inverse : bool
+        Negate the sine: the transpose, hence the gradient.
+    layout : {"bhsd", "bshd"}
+        Axis order of `q` and `k`.
+    out : (array or None, array or None), optional
+        Written in place of new results. May be exactly the inputs.
+
+    Returns
+    -------
+    q_out, k_out : arrays or None
+        Of the kind, shape and dtype of `q` and `k`; None where the input is None.
+
+    Raises
+    ------
+    TypeError
+        For arrays of unlike kinds or dtypes, and options of the wrong type.
+    ValueError
+        For shapes that do not fit together, options outside their range, a position outside
+        the table.
+
+    References
+    ----------
+    Su et al., "RoFormer", 2021, section 3.2.
+
+    Examples
+    --------
+    >>> import numpy as np, cupyattn
+    >>> q, k = np.ones((1, 8, 5, 16), np.float32), np.ones((1, 2, 5, 16), np.float32)
+    >>> cos, sin = cupyattn.rope_table(5, 16)
+    >>> [x.shape for x in cupyattn.rope(q, k, cos, sin)]
+    [(1, 8, 5, 16), (1, 2, 5, 16)]
+    """
+    interleaved = _checks.boolean("interleaved", interleaved)
+    inverse = _checks.boolean("inverse", inverse)
+    layout = _checks.choice("layout", layout, _LAYOUTS)
+    if rotary_dim is not None:
+        rotary_dim = _checks.integer("rotary_dim", rotary_dim)
+    given = q if q is not None else k
+    if given is None:
+        raise TypeError("q and k are both None; accepted is at least one array")
+    for name, x in (("cos", cos), ("sin", sin)):
+        if x is None:
+            raise TypeError(f"{name} is None; accepted is an array")
+    offset, offsets = _offsets(offset)
+    present = [x is not None for x in (q, k)]
+    out = _checks.outputs(out, 2) or (None, None)
+    for name, x, there in zip(("q", "k"), out, present):
+        if x is not None and not there:
+            raise ValueError(f"out has an array for {name}, which is None; accepted there is None")
+    arrays = {"q": q, "k": k, "cos": cos, "sin": sin, "position_ids": position_ids}
+    options = (rotary_dim, interleaved, inverse, layout, None if offsets is None else len(offsets))
+    shape, table = getattr(given, "shape", ()), getattr(cos, "shape", ())
+    if position_ids is None and len(shape) == 4 and len(table) in (2, 3) and 0 not in shape:
+        low, high = (offset, offset) if offsets is None else (min(offsets), max(offsets))
+        _checks.rope_rows(low, high + shape[2 if layout == "bhsd" else 1] - 1, table[-2])
+    results = iter(call(
+        ROPE, arrays, options, out=tuple(x for x, there in zip(out, present) if there),
+        scalars={"offset": offset},
+        constants=None if offsets is None else {"offsets": np.array(offsets, np.int64)}))
+    return tuple(next(results) if there else None for there in present)
+
+
+def rope_backward(dq, dk, cos, sin, *, rotary_dim=None, interleaved=False, position_ids=None,
+                  offset=0, layout="bhsd", out=None):
+    """Gradients of `rope` with respect to `q` and `k`: the rotation by the opposite angle.
+
+    Parameters
+    ----------
+    dq, dk : arrays or None
+        Gradients of the results, in the shapes of `q` and `k`.
+    cos, sin, rotary_dim, interleaved, position_ids, offset, layout, out
+        As in `rope`.
+
+    Returns
+    -------
+    dq_in, dk_in : arrays or None
+        Gradients of `q` and `k`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `rope`.
+    """
+    return rope(dq, dk, cos, sin, rotary_dim=rotary_dim, interleaved=interleaved,
+                position_ids=position_ids, offset=offset, inverse=True, layout=layout, out=out)
+
+
+def rope_table(seq, rotary_dim, *, base=10000.0, scaling=None, positions=None, dtype="float32",
+               like=None):
+    """Cosine and sine of the angle of each position and pair, in the half form.
+
+    Angles are formed in float64 and rounded once, so they are right to float32 rounding at any
+    position.
+
+    Parameters
+    ----------
+    seq : int
+        Positions 0 to seq - 1; the current length for the rules "dynamic" and "longrope".
+    rotary_dim : int
+        Even number of features that are rotated.
+    base : float
+        Base of the geometric series of frequencies.
+    scaling : dict, optional
+        A frequency rule in the Hugging Face form: "rope_type" one of "default", "linear",
+        "dynamic", "yarn", "longrope", "llama3", "proportional", with its fields. The rule's
+        attention factor is multiplied in.
+    positions : array of int, optional
+        Positions instead of 0 to seq - 1, any shape.
+    dtype : dtype
+        float16, bfloat16, float32 or float64.
+    like : array, optional
+        An array of the wanted kind (CuPy, torch) on the wanted device; NumPy when None.
+
+    Returns
+    -------
+    cos, sin : arrays, (seq, rotary_dim // 2) or (*positions.shape, rotary_dim // 2)
+
+    Raises
+    ------
+    TypeError, ValueError
+        For options of the wrong type or outside their range; an unknown rule, or a missing
+        field of one, is named.
+
+    Examples
+    --------
+    >>> import cupyattn
+    >>> cos, sin = cupyattn.rope_table(4, 8)
+    >>> cos.shape, float(cos[0, 0]), float(sin[0, 0])
+    ((4, 4), 1.0, 0.0)
+    """
+    if seq is None and positions is None:
+        raise TypeError("seq is None; accepted is an integer, or None beside positions")
+    if seq is not None:
+        seq = _checks.integer("seq", seq)
+        if seq < 0:
+            raise ValueError(f"seq is {seq}; accepted is an integer of at least 0")
+    rotary_dim = _checks.integer("rotary_dim", rotary_dim)
+    if rotary_dim < 0 or rotary_dim % 2:
+        raise ValueError(f"rotary_dim is {rotary_dim}; accepted is an even number of at least 0")
+    base = _checks.real("base", base)
+    if base <= 0:
+        raise ValueError(f"base is {base}; accepted is a positive number")
+    if scaling is not None and not isinstance(scaling, Mapping):
+        raise TypeError(f"scaling is a {type(scaling).__name__}; accepted is a dict or None")
+    if positions is not None:
+        positions = _host_positions(positions)
+    tag, values = _arrays.float_dtype(dtype), reference.table(seq, rotary_dim, base, scaling,
+                                                              positions)
+    return tuple(_arrays.from_host(x, tag, like) for x in values)
+
+
+def _host_positions(positions) -> np.ndarray:
+    host = _arrays.to_host("positions", positions)
+    if host.dtype.kind not in "iu":
+        raise TypeError(f"positions has dtype {host.dtype}; accepted are integers")
+    return host
+
+
+def _offsets(offset) -> tuple[int, tuple[int, ...] | None]:
+    """Return (offset, None) for one value, (0, offsets) for one value per batch item."""
+    if isinstance(offset, (tuple, list)) or getattr(offset, "ndim", 0) == 1:
+        if not isinstance(offset, (tuple, list, np.ndarray)):
+            raise TypeError(f"offset is a {type(offset).__name__}; accepted are an int, or one "
+                            "int per batch item in a tuple, list or NumPy array")
+        return 0, tuple(_checks.integer(f"offset[{b}]", x) for b, x in enumerate(offset))
+    return _checks.integer("offset", offset), None
+
+
+def _results(problem: Problem) -> dict[str, Layout]:
+    """The results in the caller's axis order."""
+    return {f"{name}_out": Layout(layout.shape, layout.dtype)
+            for name, layout in problem.given.items()}
+
+
+def _reference(arrays: Mapping[str, Any], problem: Problem, scalars: Mapping[str, Any]):
+    batch_offsets = scalars.get("offsets")
+    rows = (np.arange(problem.some.shape[1])[None] if arrays["position_ids"] is None
+            else np.atleast_2d(arrays["position_ids"]).astype(np.int64))
+    rows = rows + (scalars["offset"] if batch_offsets is None else batch_offsets[:, None])
+    tables = [x if x.ndim == 3 else x[None] for x in (arrays["cos"], arrays["sin"])]
+    if rows.size:
+        _checks.rope_rows(int(rows.min()), int(rows.max()), tables[0].shape[1])
+    results = []
+    for name in problem.given:
+        x = arrays[name]
+        y = reference.rotate(x if problem.seq_first else x.swapaxes(1, 2), tables[0], tables[1],
+                             problem.rotary_dim, problem.interleaved, rows, problem.inverse)
+        results.append(y if problem.seq_first else y.swapaxes(1, 2))
+    return results
+
+
+ROPE = Operator("rope", configs.TABLE, _checks.rope, _results, _reference,
+                any_strides=frozenset({"cos", "sin", "position_ids"}),
+                strided_results=("q_out", "k_out"))

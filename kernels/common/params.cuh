@@ -1,0 +1,78 @@
+// params.cuh: the structs that kernels take by value, one per operator.
+//
+// cupyattn/_params.py holds the same fields as NumPy dtypes; the end of every generated source
+// asserts that size and offsets agree. Strides count elements, not bytes. An absent array has a
+// null pointer.
+#pragma once
+
+using int64 = long long;
+
+// A heads-last array (batch, *space, heads, features) whose last axis has unit stride. Ranks 1
+// and 2 of space have leading axes of extent 1. lse, dlse and delta have no feature axis.
+struct TokenView {
+  void* data;
+  int64 batch;
+  int64 space[3];
+  int64 head;
+};
+
+// A matrix with any strides; a transposed matrix is one with its strides exchanged.
+struct MatrixView {
+  void* data;
+  int64 row;
+  int64 column;
+};
+
+struct NeighborhoodParams {
+  TokenView q, k, v, y, lse;       // lse: natural log of the sum of exponentials
+  TokenView dy, dlse, delta;       // delta: rowsum(dy * y) - dlse
+  TokenView dq, dk, dv;
+  int64 batch;
+  int space[3];
+  int heads, kv_heads;             // query head h reads kv head h / (heads / kv_heads)
+  int head_dim, value_dim;
+  int window[3], dilation[3], stride[3], causal[3];
+  int clip;                        // 1: the band is cut at a border, 0: it is moved inward
+  double scale;
+};
+
+// c[i, j] = bias[j] + sum over products s of sum_k a[s][i, k] * b[s][j, k]
+struct LinearParams {
+  MatrixView a[3], b[3];
+  int64 depth[3];                  // extent of k in each product
+  MatrixView c;
+  void* bias;
+  int64 bias_stride;
+  int64 rows, columns;
+  int products;                    // 1 to 3
+};
+
+struct MultiTokenParams {
+  void *scores, *weight, *bias, *y;
+  void *dy, *d_scores, *d_weight, *d_bias;
+  void *shift, *factor;            // row statistics [batch, heads_in, seq]
+  void* partial;                   // first-stage sums of d_weight and d_bias
+  int64 scores_stride[4], dy_stride[4], weight_stride[4];
+  int64 bias_stride;
+  int64 batch;
+  int heads_in, heads_out, groups, seq;
+  int kh, kw;
+  int dilation[2];                 // rows, columns
+  int row_origin, column_origin;   // tap (u, v) reads (i + u * d0 - row_origin, j + v * d1 - ...)
+  int chunks;                      // pieces of the first-stage sums
+};
+
+struct RopeParams {
+  void *q, *k, *q_out, *k_out;     // null where absent
+  void *cos, *sin;
+  void *position_ids, *offsets;    // null: row t + offset
+  int* fault;                      // host memory: set when a position is outside the table
+  int64 q_stride[3], k_stride[3];  // batch, seq, head
+  int64 q_out_stride[3], k_out_stride[3];
+  int64 cos_stride[3], sin_stride[3];  // batch (0 when shared), row, column
+  int64 position_stride[2];        // batch (0 when shared), seq
+  int64 batch, seq, table, offset;
+  int q_heads, k_heads, head_dim, rotary_dim;
+  int table_step;                  // columns from one pair's angle to the next
+  int inverse;                     // 1: negate the sine
+};

@@ -1,0 +1,80 @@
+// window.cuh: which keys a query sees along one axis, and which queries see a key.
+//
+// An axis of length L with dilation d falls into d groups; position i is number i / d of group
+// i % d, and only positions of one group see each other. All intervals here are half open and
+// count within the group.
+#pragma once
+#include "common/params.cuh"
+
+struct Interval {
+  int start, end;
+};
+
+struct Axis {
+  int window, stride;
+  bool causal, clip;
+
+  // The key positions of query position p in a group of n (spec: border rules "shift", "clip").
+  __device__ Interval keys(int p, int n) const {
+    if (clip) {
+      return {max(p - window / 2, 0), causal ? p + 1 : min(p + window / 2 + 1, n)};
+    }
+    const int first = p / stride * stride;  // of p's stride group; its leader stands for all
+    if (causal) {
+      const int leader = min(first + stride - 1, n - 1);
+      return {max(leader - window + 1, 0), p + 1};
+    }
+    const int leader = min(first + stride / 2, n - 1);
+    const int start = min(max(leader - window / 2, 0), n - window);
+    return {start, start + window};
+  }
+
+  // The query positions whose window holds key position j. Both ends of `keys` never fall as p
+  // grows, so these are one interval too: from the first p with end > j up to the first p with
+  // start > j. Bisection keeps that independent of the border rule.
+  __device__ Interval queries(int j, int n) const {
+    return {first([&](int p) { return keys(p, n).end > j; }, n),
+            first([&](int p) { return keys(p, n).start > j; }, n)};
+  }
+
+ private:
+  // The smallest p in [0, n) for which the condition holds, or n; it never turns false again.
+  template <class Condition>
+  __device__ static int first(Condition holds, int n) {
+    int low = 0, high = n;
+    while (low < high) {
+      const int middle = (low + high) / 2;
+      if (holds(middle)) {
+        high = middle;
+      } else {
+        low = middle + 1;
+      }
+    }
+    return low;
+  }
+};
+
+__device__ inline Axis axis_of(const NeighborhoodParams& p, int axis) {
+  return {p.window[axis], p.stride[axis], p.causal[axis] != 0, p.clip != 0};
+}
+
+// The tokens that a token is related to: a box of positions, dilated.
+struct Box {
+  int first[3], step[3], count[3];
+
+  __device__ int position(int axis, int i) const { return first[axis] + i * step[axis]; }
+};
+
+template <bool kInverse>  // false: the keys of a query; true: the queries of a key
+__device__ inline Box box_of(const NeighborhoodParams& p, const int (&at)[3]) {
+  Box box;
+  for (int a = 0; a < 3; ++a) {
+    const int d = p.dilation[a], group = at[a] % d, n = (p.space[a] - group + d - 1) / d;
+    const Axis axis = axis_of(p, a);
+    const Interval in = kInverse ? axis.queries(at[a] / d, n) : axis.keys(at[a] / d, n);
+    box.first[a] = group + in.start * d;
+    box.step[a] = d;
+    box.count[a] = max(in.end - in.start, 0);
+  }
+  return box;
+}

@@ -1,0 +1,370 @@
+"""The bench without a GPU: its workloads, its checks, its ledger and its worker processes."""
+
+import itertools
+import json
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from bench import __main__ as cli
+from bench import check, inputs, ledger, numpy_run, peers, plot, worker, workloads
+from bench import run as run_module
+
+SMALL = {w.operator: w for w in workloads.SMALL}
+TINY = {
+    "rope": workloads.Rope("tiny/rope", 8, 64, heads=4, kv_heads=2, dtype="f32"),
+    "multi_token": workloads.MultiToken("tiny/mta", 2, 4, 3, 9, groups=2, dtype="f32"),
+    "sparsemax": workloads.MultiToken(
+        "tiny/sparsemax", 2, 2, 4, 7, activation="sparsemax", dtype="f32"
+    ),
+    "fused_neighborhood": workloads.Fused("tiny/fused", 2, (11,), 8, 2, 3, 2),
+    "neighborhood": workloads.Neighborhood(
+        "tiny/na", 2, (6, 7), 2, 4, (3, 2), dilation=(1, 2), stride=(2, 1), is_causal=(False, True),
+        dtype="f32",
+    ),
+}  # fmt: skip
+
+
+def test_every_published_workload_has_its_name():
+    fused = {
+        f"fused_na/b{b}-s{s}-h{h}-n{n}-k{k}-d{d}-{dtype}"
+        for b, h, n, k, d in ((2, 512, 8, 7, 1), (4, 768, 12, 7, 1), (2, 1024, 16, 9, 1),
+                              (2, 512, 8, 7, 2))
+        for s in (64, 128, 256, 512, 1024, 2048, 4096)
+        for dtype in ("f32", "tf32", "bf16")
+    }  # fmt: skip
+    mta = {f"mta/b2-c4-k3-l{2**e}-{d}" for e in range(5, 13) for d in ("bf16", "f32")}
+    mta |= {
+        "mta/b2-c16-k3-l1024-bf16",
+        "mta/b2-c32-k3-l2048-bf16",
+        "mta/b2-c4-k3-l64-sparsemax-f32",
+    }
+    mta |= {f"mta/b2-c4-k{k}-l1024-bf16" for k in (5, 7, 11)}
+    rope = {f"rope/s{s}-h8192-bf16" for s in (1024, 2048, 4096, 8192, 16384)}
+    rope |= {"rope/s2048-h512-bf16", "rope/s2048-h2048-bf16"}
+    names = set(workloads.WORKLOADS)
+    assert fused | mta | rope <= names
+    assert fused == {n for n in names if n.startswith("fused_na/")}
+    assert rope == {n for n in names if n.startswith("rope/")}
+    assert len([n for n in names if n.startswith("na/")]) == 14
+    published = set(workloads.PUBLISHED)
+    assert len(published) == 28 + 6 + 7
+    assert {n for n in published if n.startswith("fused_na/")} == {
+        n for n in fused if n.endswith("-f32")
+    }
+    assert set(workloads.QUICK) <= names
+
+
+@pytest.mark.parametrize("operator", TINY)
+def test_work_and_bytes_against_counting(operator):
+    w = TINY[operator]
+    if operator in ("fused_neighborhood", "neighborhood"):
+        mask = check.masks(w, np)(slice(0, w.tokens))
+        assert w.pairs() == mask.sum() == sum(
+            brute_force_inside(w, i, j)
+            for i, j in itertools.product(np.ndindex(w.space), repeat=2)
+        )  # fmt: skip
+        attention = 4 * w.pairs() * w.batch * (w.hidden if hasattr(w, "hidden") else 8)
+        product = 2 * 4 * w.batch * w.tokens * w.hidden**2 if hasattr(w, "hidden") else 0
+        assert w.flops("forward") == attention + product
+        assert w.flops("backward") == 2.5 * attention + 2 * product
+    elif operator == "rope":
+        assert w.nbytes("forward") == 4 * (2 * 8 * 6 * 16 + 2 * 8 * 16)
+        assert w.nbytes("backward") == w.nbytes("forward")
+    else:
+        maps, length = w.batch * w.channels, w.seq
+        triangle = sum(j <= i for i in range(length) for j in range(length))
+        assert w.nbytes("forward") == 4 * maps * (triangle + length**2)
+        assert w.nbytes("backward") == 4 * maps * (2 * triangle + length**2)
+
+
+def brute_force_inside(w, query, key):
+    """Whether the key is in the query's window, from the definition, one axis after another."""
+    for i, j, (length, kernel, d, s, causal, boundary) in zip(query, key, w.axes(), strict=True):
+        if i % d != j % d:
+            return False
+        p, n = i // d, len(range(i % d, length, d))
+        if boundary == "clip":
+            low, high = max(p - kernel // 2, 0), min(p + kernel // 2 + 1, n)
+        elif causal:
+            low, high = max(min(p // s * s + s - 1, n - 1) - kernel + 1, 0), p + 1
+        else:
+            leader = min(p // s * s + s // 2, n - 1)
+            low = min(max(leader - kernel // 2, 0), n - kernel)
+            high = low + kernel
+        if not low <= j // d < high:
+            return False
+    return True
+
+
+def test_figures_of_known_workloads():
+    hunyuan = workloads.WORKLOADS["na/3d-hunyuan"]
+    assert hunyuan.pairs() == 30 * 48 * 80 * 18 * 24 * 24
+    rope = workloads.WORKLOADS["rope/s16384-h8192-bf16"]
+    assert rope.nbytes("forward") == 2 * 16384 * (2 * 40 * 256 + 2 * 256)
+
+
+@pytest.mark.parametrize("operator", TINY)
+def test_answers_have_exact_gradients(operator):
+    """The checks' own gradients against central differences of the checks' own results."""
+    w = TINY[operator]
+    x = {n: a.astype(np.float64) for n, a in inputs.make(w, "backward", np).items()}
+    rng = np.random.default_rng(5)
+    if operator == "rope":
+        x.update(q=rng.standard_normal(x["dq"].shape), k=rng.standard_normal(x["dk"].shape))
+    names = [n for n in x if n not in ("dy", "dq", "dk", "cos", "sin")]
+    results = dict(zip(names, check.answers(w, "backward", x, np, exact=True), strict=True))
+    given = ("dq", "dk") if operator == "rope" else ("dy",)
+    given = check.select(w, [x[name] for name in given])
+
+    def loss(arrays):
+        outputs = check.answers(w, "forward", arrays, np, exact=True)
+        return sum((y * dy).sum() for y, dy in zip(outputs, given, strict=True))
+
+    for name in names:
+        gradient = results[name]
+        if operator == "neighborhood":  # back from [slice, token, channel]
+            gradient = gradient.reshape(w.batch, w.heads, *w.space, -1)
+            gradient = np.moveaxis(gradient, 1, -2)
+        for _ in range(3):
+            step = rng.standard_normal(x[name].shape) * 1e-6
+            after, before = ({**x, name: x[name] + sign * step} for sign in (1, -1))
+            change = (loss(after) - loss(before)) / 2
+            expected = (gradient * step).sum()
+            assert change == pytest.approx(expected, rel=2e-5, abs=2e-11), name
+
+
+@pytest.mark.parametrize("operator", ["rope", "multi_token", "fused_neighborhood", "neighborhood"])
+@pytest.mark.parametrize("direction", workloads.DIRECTIONS)
+def test_numpy_run(operator, direction):
+    (row,) = numpy_run.measure([TINY[operator]], [direction], 0.01, lambda text: None)
+    assert row["error"] < 1e-6 and row["plain_error"] < 1e-5
+    assert 0 < row["call_us"][0] <= row["call_us"][1] <= row["call_us"][2]
+
+
+def test_wrong_results_are_seen():
+    w = TINY["neighborhood"]
+    x = inputs.make(w, "forward", np)
+    exact = check.answers(w, "forward", x, np, exact=True)
+    wrong = [exact[0] + 0.1 * np.abs(exact[0]).max()]
+    assert check.error(w, "forward", exact, exact, np) == 0
+    assert check.error(w, "forward", wrong, exact, np) == pytest.approx(0.1)
+    wrong[0].flat[3] = np.nan
+    assert np.isnan(check.error(w, "forward", wrong, exact, np))
+    with pytest.raises(ValueError, match="shape"):
+        check.error(w, "forward", [exact[0][:1]], exact, np)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+def test_rounding_to_16_bits(dtype):
+    x = np.random.default_rng(1).standard_normal(1000).astype(np.float32)
+    expected = x.astype(inputs.numpy_dtype(dtype)).astype(np.float32)
+    assert np.array_equal(inputs.rounder(dtype, np)(x), expected)
+
+
+def test_inputs_repeat():
+    first, second = (inputs.make(SMALL["rope"], "forward", np) for _ in range(2))
+    assert all(np.array_equal(first[name], second[name]) for name in first)
+    assert not np.array_equal(first["q"][:, :8], first["k"])
+    assert first["q"].shape == (1, 32, 256, 16)
+
+
+def example_row(**changes):
+    row = dict.fromkeys(ledger.FIELDS)
+    row.update(
+        run="2026-01-01T00:00:00Z-abc123", operator="rope", workload="rope/s2048-h512-bf16",
+        direction="forward", provider="cupyattn", row="plain", graph_us=[1.0, 2.0, 3.0],
+        call_us=[4.0, 5.0, 6.0], host_us=[7.0, 8.0, 9.0], floor_us=1.6, peak_bytes=0, error=1e-3,
+        plain_error=2e-3, gpu="Some GPU", dirty=False, note="",
+    )  # fmt: skip
+    return {**row, **changes}
+
+
+def test_ledger_round_trip(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUPYATTN_BENCH_LEDGER", str(tmp_path / "deep" / "ledger.jsonl"))
+    file = ledger.path("Some GPU")
+    rows = [example_row(), example_row(provider="liger", graph_us=None, note="a reason")]
+    for row in rows:
+        ledger.append(file, row)
+    assert ledger.read(file) == rows
+    assert list(json.loads(file.read_text().splitlines()[0])) == ledger.FIELDS
+    assert ledger.join_run("abc123", rows, "Some GPU") == rows[0]["run"]
+    assert ledger.join_run("other", rows, "Some GPU").endswith("-other")
+    assert ledger.join_run(None, rows, "Some GPU") != rows[0]["run"]
+    with pytest.raises(ValueError, match="Some GPU"):
+        ledger.join_run("abc123", rows, "Another GPU")
+
+
+def test_ledger_path_and_commit(monkeypatch):
+    monkeypatch.delenv("CUPYATTN_BENCH_LEDGER", raising=False)
+    assert ledger.path("NVIDIA H200").name == "NVIDIA-H200.jsonl"
+    monkeypatch.setenv("CUPYATTN_BENCH_COMMIT", "0123abc-dirty")
+    assert ledger.commit() == ("0123abc", True)
+    monkeypatch.setenv("CUPYATTN_BENCH_COMMIT", "0123abc")
+    assert ledger.commit() == ("0123abc", False)
+
+
+def test_table():
+    rows = [
+        example_row(),
+        example_row(provider="liger", graph_us=[9.0, 10.0, 11.0]),
+        example_row(provider="torch", graph_us=None, call_us=None, host_us=None, note="too slow"),
+        example_row(provider="copy", graph_us=[1.0, 1.0, 1.0]),
+    ]
+    heading, ours, liger, torch, copy = ledger.table(rows).splitlines()
+    assert heading.split()[:4] == ["workload", "direction", "provider", "row"]
+    assert ours.split()[4:] == ["2.00", "5.00", "8.00", "5.00", "1.25", "1.0e-03", "2.0e-03"]
+    assert liger.split()[7:9] == ["1.00", "6.25"]
+    assert torch.split()[4:9] == ["-"] * 5 and torch.endswith("too slow")
+    assert copy.split()[7] == "10.00"
+
+
+def test_custom_shape():
+    w = workloads.custom(
+        "neighborhood", ["space=12x14", "kernel_size=3x5", "is_causal=truexfalse", "dtype=f16"]
+    )
+    assert (w.space, w.kernel_size, w.is_causal) == ((12, 14), (3, 5), (True, False))
+    assert workloads.custom("fused_neighborhood", ["space=64", "hidden=32"]).space == (64,)
+    assert workloads.from_json(json.loads(json.dumps(workloads.to_json(w)))) == w
+    with pytest.raises(ValueError, match="headz"):
+        workloads.custom("neighborhood", ["headz=3"])
+
+
+def test_every_workload_survives_the_pipe():
+    for w in workloads.WORKLOADS.values():
+        assert workloads.from_json(json.loads(json.dumps(workloads.to_json(w)))) == w
+
+
+def test_selection():
+    names = [w.name for w in workloads.select(["rope"], ["published", "na/*"])]
+    assert len(names) == 7 and all(name.startswith("rope/") for name in names)
+    with pytest.raises(ValueError, match="nothing-like-it"):
+        workloads.select(None, ["nothing-like-it"])
+
+
+SCRIPT = """
+import json, sys, time
+print(json.dumps({"ready": True}), flush=True)
+for line in sys.stdin:
+    request = json.loads(line)
+    if request.get("sleep"):
+        time.sleep(60)
+    if request.get("die"):
+        sys.exit("it broke")
+    print(json.dumps({"echo": request}), flush=True)
+"""
+
+
+def test_worker_is_reused_and_killed_at_the_limit():
+    slow = worker.Worker([sys.executable, "-c", SCRIPT])
+    try:
+        assert slow.start() == {"ready": True}
+        first = slow._process
+        assert slow.ask({"case": 1}, 20) == {"echo": {"case": 1}}
+        assert slow.ask({"case": 2}, 20) == {"echo": {"case": 2}}
+        assert slow._process is first
+        start = time.perf_counter()
+        with pytest.raises(worker.TimedOut, match="time limit"):
+            slow.ask({"sleep": True}, 0.3)
+        assert time.perf_counter() - start < 20
+        assert first.poll() is not None
+        assert slow.ask({"case": 3}, 20) == {"echo": {"case": 3}}  # a new one took its place
+        with pytest.raises(worker.Died, match="it broke"):
+            slow.ask({"die": True}, 20)
+    finally:
+        slow.stop()
+
+
+def test_a_slow_provider_leaves_a_row_that_says_so(monkeypatch):
+    options = cli.parser().parse_args(["--limit", "0.3", "--provider", "cupyattn"])
+    monkeypatch.setattr(run_module, "FIRST_CASE_SECONDS", 0.0)
+    run = run_module.Run(options, [])
+    script = SCRIPT.replace('request.get("sleep")', "True")
+    run.workers = {"liger": worker.Worker([sys.executable, "-c", script])}
+    run.cases = [(TINY["multi_token"], d, "liger") for d in workloads.DIRECTIONS]
+    run.run, run.done, run.rates = "x", set(), {}
+    run.facts = dict.fromkeys(("gpu", "driver", "cuda", "cupy", "torch"))
+    run.commit = run.dirty = None
+    forward, backward = run.execute()
+    assert forward["graph_us"] is None and "time limit" in forward["note"]
+    assert backward["graph_us"] is None and "not tried" in backward["note"]
+
+
+def test_peers_compile_side_by_side(monkeypatch):
+    """One of four workloads never compiles: it loses its rows, the others do not."""
+    script = """
+import json, sys, time
+print("{}", flush=True)
+for line in sys.stdin:
+    request = json.loads(line)
+    if request["workload"]["seq"] == 3 and request["ask"] == "compile":
+        time.sleep(60)
+    print(json.dumps({"healthy": True, "note": "", "ask": request["ask"]}), flush=True)
+"""
+    monkeypatch.setattr(run_module.os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(
+        run_module, "provider_worker", lambda name: worker.Worker([sys.executable, "-c", script])
+    )
+    options = cli.parser().parse_args(["--compile-limit", "2"])
+    run = run_module.Run(options, [])
+    run.workers = {"liger": run_module.provider_worker("liger")}
+    problems = [workloads.MultiToken(f"tiny/{seq}", seq=seq) for seq in range(4)]
+    run.cases = [(w, d, "liger") for w in problems for d in workloads.DIRECTIONS]
+    run.run, run.done, run.rates = "x", set(), {}
+    run.facts = dict.fromkeys(("gpu", "driver", "cuda", "cupy", "torch"))
+    run.commit = run.dirty = None
+    notes = {(r["workload"], r["direction"]): r["note"] for r in run.execute()}
+    late = {case: note for case, note in notes.items() if note}
+    assert set(late) == {("tiny/3", d) for d in workloads.DIRECTIONS} and len(notes) == 8
+    assert all("time limit" in note and "compile" in note for note in late.values())
+
+
+def test_providers():
+    assert list(peers.PROVIDERS) == [
+        "cupyattn", "naive", "copy", "huggingface", "cublas", "torch", "torch_compile", "flex",
+        "cudnn", "natten", "liger",
+    ]  # fmt: skip
+    assert set(plot.COLOURS) == set(peers.PROVIDERS)
+    for entry in peers.PROVIDERS.values():
+        assert set(entry.operators) <= set(workloads.OPERATORS)
+    flux = workloads.WORKLOADS["na/2d-flux-w80"]
+    assert peers.stand_in("naive", flux).space == (128, 128)
+    assert peers.stand_in("cupyattn", flux) is flux
+
+
+def test_plot(tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = [example_row(), example_row(provider="liger"), example_row(direction="backward")]
+    (file,) = plot.draw(rows, tmp_path)
+    assert file.name == "Some-GPU-rope.png" and file.stat().st_size > 1000
+
+
+def test_command_line(capsys):
+    assert cli.main(["--list", "--operator", "rope"]) == 0
+    assert "rope/s16384-h8192-bf16" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        cli.main(["--shape", "seq=3"])
+    assert "--shape needs one --operator" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(cli.gpu_missing() is None, reason="there is a GPU")
+def test_quick_without_a_gpu(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    from bench import photo
+
+    picture = tmp_path / "photo.png"
+    monkeypatch.setattr(photo.main, "__defaults__", (picture,))
+    monkeypatch.setattr(workloads, "SMALL", [TINY["rope"]])
+    assert cli.main(["--quick"]) == 0
+    printed = capsys.readouterr().out
+    assert "No GPU is used" in printed and "tiny/rope" in printed and str(picture) in printed
+    assert picture.stat().st_size > 10_000
+
+
+def test_photograph_window():
+    from bench.photo import window_of
+
+    assert window_of((0, 63), (75, 64)) == (slice(0, 7), slice(57, 64))
+    assert window_of((40, 30), (75, 64)) == (slice(37, 44), slice(27, 34))

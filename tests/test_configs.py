@@ -1,0 +1,152 @@
+"""Every row of every table: unique, reachable, and compiled for every architecture (no GPU)."""
+
+import os
+import re
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+
+from cupyattn import _jit, _select
+from cupyattn._errors import KernelError
+from cupyattn._program import Device, Kernel, Layout
+from cupyattn.configs import fused_neighborhood, multi_token, neighborhood, rope
+
+H200 = Device(0, "NVIDIA H200", (9, 0), 132, 232448, 60 << 20)
+TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+TABLES = _select.tables()
+KERNELS = {kernel.name: kernel for table in TABLES.values() for row in table
+           for kernel in row.kernels()}
+DTYPES = ("f16", "bf16", "f32", "f64")
+
+
+def report(kernel: Kernel, target: str) -> tuple[int, int, int]:
+    """Compile; return (registers, bytes of spills, bytes of static shared memory)."""
+    _, log = _jit.compile_cubin(kernel, target)
+    spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", log))
+    shared = re.search(r"(\d+) bytes smem", log)
+    return (int(re.search(r"Used (\d+) registers", log)[1]), spills,
+            int(shared[1]) if shared else 0)
+
+
+def _compile_all(target: str) -> dict[str, tuple[int, int, int] | str]:
+    wanted = [k for k in KERNELS.values() if k.target is None or k.target.rstrip("a") == target]
+    reports = {}
+    for kernel in wanted:
+        try:
+            reports[kernel.name] = report(kernel, target)
+        except KernelError as error:
+            reports[kernel.name] = str(error)
+    return reports
+
+
+@pytest.fixture(scope="module")
+def reports():
+    pytest.importorskip("cupy")
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        return dict(zip(TARGETS, pool.map(_compile_all, TARGETS)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_kernel_compiles_without_spills(reports, target):
+    assert reports[target], "no kernel was compiled"
+    failed = {name: r for name, r in reports[target].items() if isinstance(r, str)}
+    assert not failed, "\n".join(failed.values())
+    for name, (registers, spills, shared) in reports[target].items():
+        threads = KERNELS[name].threads
+        assert spills == 0, f"{name} spills {spills} bytes on {target}"
+        # a block must fit the 64 Ki registers of a multiprocessor, allotted in eights
+        assert -(-registers // 8) * 8 * threads <= 65536, f"{name}: {registers} x {threads}"
+        assert shared <= 49152, f"{name}: {shared} bytes of static shared memory on {target}"
+
+
+def test_names_are_unique_and_legal():
+    for name, table in TABLES.items():
+        names = [row.name for row in table]
+        assert len(set(names)) == len(names), f"{name} has rows of one name"
+        assert all(re.fullmatch(r"\w+", n) for n in names)
+    assert all(re.fullmatch(r"[A-Za-z_]\w*", n) for n in KERNELS)
+
+
+def attention(dtype, head_dim, value_dim=None, backward=False):
+    q = Layout((2, 5, 7, 4, head_dim), dtype)
+    k, v = Layout((2, 5, 7, 2, head_dim), dtype), Layout((2, 5, 7, 2, value_dim or head_dim), dtype)
+    y, lse = Layout((*q.shape[:-1], v.shape[-1]), dtype), Layout(q.shape[:-1], "f32")
+    return neighborhood.Problem(q, k, v, (3, 3), (1, 1), (1, 1), (False, False), 1.0, "shift",
+                                dy=y if backward else None, y=y if backward else None,
+                                lse=lse if backward else None)
+
+
+def convolution(dtype, activation):
+    scores = Layout((2, 4, 9, 9), dtype)
+    return multi_token.Problem(scores, Layout((4, 4, 3, 3), dtype), Layout((4,), dtype), scores, 1,
+                               (1, 1), "same", activation)
+
+
+def rotation(dtype, table):
+    x, t = Layout((2, 5, 3, 16), dtype), Layout((1, 9, 8), table)
+    return rope.Problem(x, x, x, x, t, t, None, False, 16, False, False)
+
+
+def module(dtype, backward=False):
+    x, w = Layout((2, 9, 64), dtype), Layout((64, 64), dtype)
+    return fused_neighborhood.Problem(
+        hidden_states=x, q_weight=w, k_weight=w, v_weight=w, out_weight=w, q_bias=None,
+        k_bias=None, v_bias=None, out_bias=None, cos=None, sin=None, interleaved=False, heads=4,
+        kv_heads=4, kernel_size=(3,), dilation=(1,), stride=(1,), is_causal=(False,), scale=1.0,
+        boundary="clip", precision="fp32", dy=x if backward else None)
+
+
+def problems(name):
+    """One problem for each row that a table has to have."""
+    backward = name.endswith("_bwd")
+    if name.startswith("neighborhood"):
+        return [attention(d, dim, v, backward) for d in DTYPES
+                for dim, v in ((1, 1), (64, 64), (65, 8), (8, 129), (256, 256), (257, 3), (512, 1))]
+    if name.startswith("multi_token"):
+        return [convolution(d, a) for d in DTYPES for a in ("softmax", "sparsemax")]
+    if name == "rope":
+        return [rotation(d, t) for d in DTYPES for t in DTYPES]
+    return [module(d, backward) for d in DTYPES]
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_every_row_is_reached_and_makes_a_program(name):
+    chosen = set()
+    for problem in problems(name):
+        row = _select.choose(name, TABLES[name], problem, H200)
+        program = row.program(problem, H200)
+        assert program.steps
+        for step in program.steps:
+            assert all(1 <= n <= limit for n, limit in zip(step.grid, (2**31 - 1, 65535, 65535)))
+            assert step.kernel.threads <= 1024 and step.shared <= H200.shared_memory
+            assert step.kernel.name in KERNELS, "kernels() does not list what program() launches"
+        chosen.add(row.name)
+    assert chosen == {row.name for row in TABLES[name]}
+
+
+def test_refusal_lists_every_row_with_its_reason():
+    with pytest.raises(NotImplementedError) as caught:
+        _select.choose("neighborhood_fwd", TABLES["neighborhood_fwd"], attention("f32", 600), H200)
+    text = str(caught.value)
+    assert "plain_f32_d512:" in text and "head_dim 600 exceeds 512" in text
+    assert "plain_f16_d64:" in text and "dtype f32 is not f16" in text
+
+
+def test_force_considers_only_the_named_rows():
+    problem = attention("f32", 16)
+    with _select.force("plain_f32_d256"):
+        row = _select.choose("neighborhood_fwd", TABLES["neighborhood_fwd"], problem, H200)
+        assert row.name == "plain_f32_d256"
+    row = _select.choose("neighborhood_fwd", TABLES["neighborhood_fwd"], problem, H200)
+    assert row.name == "plain_f32_d64"
+
+
+def test_architecture_specific_target_wins():
+    pytest.importorskip("cupy")
+    kernel = next(k for k in KERNELS.values() if k.source == "rope.cu")
+    specific = Kernel(**{**kernel.__dict__, "target": "sm_90a", "name": "specific"})
+    cubin, _ = _jit.compile_cubin(specific, "sm_90")
+    plain, _ = _jit.compile_cubin(kernel, "sm_90")
+    assert cubin[:4] == plain[:4] == b"\x7fELF"
+    assert "-arch=sm_90a" in _jit.options(specific) and len(_jit.options(kernel)) == 1
