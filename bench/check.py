@@ -60,7 +60,7 @@ def _stack(parts: list[Any]) -> Any:
         return np.stack(parts)
     import cupy
 
-    if parts[0].dtype.name == "bfloat16":  # through integers: not every routine takes bfloat16
+    if parts[0].dtype.name == "bfloat16":
         return cupy.stack([p.view(np.uint16) for p in parts]).view(parts[0].dtype)
     return cupy.stack(parts)
 
@@ -127,8 +127,19 @@ def _multi_token(w: Any, backward: bool, x: dict[str, Any], a: Arithmetic) -> li
             weight[..., u, v].transpose(0, 2, 1) @ shifted(spread, high - u, high - v)
             for u, v in taps
         ).reshape(p.shape)
+        # Row by row of the map and then summed: one product over seq * seq terms with so few
+        # results would run on one multiprocessor.
+        by_row = columns.reshape(w.groups, -1, w.seq, w.seq).transpose(0, 2, 1, 3)
         d_weight = xp.stack(
-            [columns @ shifted(padded, low + u, low + v).transpose(0, 2, 1) for u, v in taps],
+            [
+                (
+                    by_row
+                    @ shifted(padded, low + u, low + v)
+                    .reshape(w.groups, -1, w.seq, w.seq)
+                    .transpose(0, 2, 3, 1)
+                ).sum(1)
+                for u, v in taps
+            ],
             axis=-1,
         )
         if w.activation == "sparsemax":
@@ -156,22 +167,28 @@ def _activation(name: str, z: Any, xp: Any) -> Any:
     return xp.maximum(z - threshold.astype(z.dtype), 0)
 
 
-def axis_mask(
-    length: int, kernel: int, dilation: int, stride: int, causal: bool, boundary: str
-) -> np.ndarray:
-    """Return [query, key] of one axis: whether the key is inside the query's window."""
+def axis_mask(axis: tuple[Any, ...], xp: Any = np) -> Callable[[Any], Any]:
+    """Return a function of query tokens of one axis: [query, key], whether the key is seen.
+
+    `axis` is an item of `Windowed.axes`.
+    """
     from cupyattn.reference.neighborhood import window
 
-    start, end = window(length, kernel, dilation, stride, causal, boundary)
-    token = np.arange(length)
-    position = token // dilation
-    same_group = token[:, None] % dilation == token % dilation
-    return same_group & (position >= start[:, None]) & (position < end[:, None])
+    length, _, dilation, *_ = axis
+    start, end = (xp.asarray(bound) for bound in window(*axis))
+    key = xp.arange(length)
+    group, position = key % dilation, key // dilation
+
+    def rows(query: Any) -> Any:
+        same_group = (query % dilation)[:, None] == group
+        return same_group & (position >= start[query][:, None]) & (position < end[query][:, None])
+
+    return rows
 
 
 def masks(w: Windowed, xp: Any) -> Callable[[slice], Any]:
     """Return a function that gives rows of the [token, token] mask."""
-    axes = [xp.asarray(axis_mask(*axis)) for axis in w.axes()]
+    axes = [axis_mask(axis, xp) for axis in w.axes()]
     rank = len(axes)
 
     def rows(part: slice) -> Any:
@@ -179,7 +196,7 @@ def masks(w: Windowed, xp: Any) -> Callable[[slice], Any]:
         mask = None
         for i, (axis, coordinate) in enumerate(zip(axes, coordinates, strict=True)):
             shape = [-1] + [w.space[i] if j == i else 1 for j in range(rank)]
-            one = axis[xp.asarray(coordinate)].reshape(shape)
+            one = axis(xp.asarray(coordinate)).reshape(shape)
             mask = one if mask is None else mask & one
         return mask.reshape(part.stop - part.start, w.tokens)
 
@@ -222,7 +239,10 @@ def _slices(w: Any) -> list[tuple[int, int]]:
 
 
 def _slice(array: Any, b: int, h: int) -> Any:
-    return array[b, ..., h, :].reshape(-1, array.shape[-1])
+    part = array[b, ..., h, :]
+    if part.dtype.name == "bfloat16":  # through integers: not every routine takes bfloat16
+        return part.view(np.uint16).reshape(-1, part.shape[-1]).view(part.dtype)
+    return part.reshape(-1, part.shape[-1])
 
 
 def _neighborhood(w: Any, backward: bool, x: dict[str, Any], a: Arithmetic) -> list[Any]:

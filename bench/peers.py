@@ -41,7 +41,7 @@ class Provider:
     name: str
     bind: Callable[[Workload, str], Bind]
     operators: tuple[str, ...]
-    packages: tuple[str, ...]  # import name, and distribution name where it differs
+    packages: tuple[str, ...]  # by the name they are imported by
     framework: str = "torch"
     compared: bool = True  # whether its result is the workload's own
     compiles: bool = False  # whether it compiles each shape anew, into a cache on disk
@@ -49,7 +49,7 @@ class Provider:
     def missing(self) -> str | None:
         """Return which package is not installed, or None."""
         for package in ("cupy", *(("torch",) if self.framework == "torch" else ()), *self.packages):
-            if importlib.util.find_spec(package.replace("-", "_")) is None:
+            if importlib.util.find_spec(package) is None:
                 return f"{package} is not installed"
         return None
 

@@ -43,7 +43,7 @@ class Run:
             elif any(w.operator in PROVIDERS[name].operators for w in cases):
                 self.workers[name] = provider_worker(name)
         self.dead: dict[str, str] = {}  # providers whose worker does not start
-        self.uncompiled: dict[tuple[str, str], str] = {}  # workload and provider: the reason
+        self.uncompiled: dict[tuple[str, str, str], str] = {}  # case: the reason
         self.cases = [
             (w, direction, name)
             for w in cases
@@ -52,6 +52,8 @@ class Run:
             if w.operator in PROVIDERS[name].operators
         ]
         self.rows: list[dict[str, Any]] = []
+        self.run = ""
+        self.rates: dict[str, float] = {}
         self.copies: dict[int, float] = {}
 
     def start(self) -> None:
@@ -69,20 +71,27 @@ class Run:
             }
             self.commit, self.dirty = ledger.commit()
             say(f"{environment(self.facts)}; run {self.run}; {len(self.cases)} cases")
-            large = LARGE_COPY
-            answer = roofs.ask(self._floors([large], True), 120.0)
-            self.rates, bandwidth = answer["rates"], large / answer["copies"][0]  # bytes per us
-            sizes = set()
-            for w, direction, _ in self.cases:
-                # A copy can only be the floor where it takes about as long as the work.
-                nbytes = w.nbytes(direction)
-                if w.memory_bound or self._work(w, direction) < 2 * nbytes / bandwidth + 5:
-                    sizes.add(nbytes)
-            ordered = sorted(sizes)
-            answer = roofs.ask(self._floors(ordered, False), 60.0 + len(ordered))
-            self.copies = dict(zip(ordered, answer["copies"], strict=True))
+            self._measure_roofs(roofs)
+        except (Died, TimedOut, KeyError) as failure:
+            if not self.run:
+                raise
+            say(f"no floors: {failure}")
         finally:
             roofs.stop()
+
+    def _measure_roofs(self, roofs: Worker) -> None:
+        answer = roofs.ask(self._floors([LARGE_COPY], True), 120.0)
+        self.rates, copy = answer["rates"], answer["copies"][0]
+        bandwidth = LARGE_COPY / copy  # bytes per microsecond
+        sizes = set()
+        for w, direction, _ in self.cases:
+            # A copy can only be the floor where it takes about as long as the work.
+            nbytes = w.nbytes(direction)
+            if w.memory_bound or self._work(w, direction) < 2 * nbytes / bandwidth + 5:
+                sizes.add(nbytes)
+        ordered = sorted(sizes)
+        answer = roofs.ask(self._floors(ordered, False), 60.0 + len(ordered))
+        self.copies = dict(zip(ordered, answer["copies"], strict=True))
         print(
             f"roofs: copy {bandwidth / 1e6:.2f} TB/s; products bf16 {self.rates['bf16'] / 1e12:.0f}"
             f", TF32 {self.rates['tf32'] / 1e12:.0f}, float64 {self.rates['f64'] / 1e12:.0f}"
@@ -97,9 +106,11 @@ class Run:
         """Return the microseconds of the useful work at the product rate."""
         return 0.0 if w.memory_bound else 1e6 * w.flops(direction) / self.rates[w.rate]
 
-    def floor(self, w: Workload, direction: str) -> float:
+    def floor(self, w: Workload, direction: str) -> float | None:
+        if not self.rates:
+            return None
         copy = self.copies.get(w.nbytes(direction), 0.0)
-        return round(max(copy, self._work(w, direction)), 3)
+        return round(max(copy, self._work(w, direction)), 3) or None
 
     def compile(self) -> None:
         """Let peers compile side by side, before anything is timed.
@@ -115,9 +126,13 @@ class Run:
         jobs = min(8, (os.cpu_count() or 1) // 2, len(items))
         if len(items) < 4 or jobs < 2:
             return  # the time limit of the cases has room for it
-        # The largest first: they take the longest.
+        # Those that take the longest first.
         todo: queue.SimpleQueue[tuple[str, Workload]] = queue.SimpleQueue()
-        for (_, name), w in sorted(items.items(), key=lambda item: -item[1].nbytes("forward")):
+        ordered = sorted(
+            items.items(),
+            key=lambda item: (item[1].operator != "multi_token", -item[1].nbytes("forward")),
+        )
+        for (_, name), w in ordered:
             todo.put((name, w))
         begin = time.perf_counter()
         threads = [threading.Thread(target=self._compile, args=(todo,)) for _ in range(jobs)]
@@ -136,15 +151,19 @@ class Run:
                 except queue.Empty:
                     return
                 worker = own.setdefault(name, provider_worker(name))
+                left = directions(self.options)
                 try:
                     worker.start()
-                    for direction in directions(self.options):
+                    while left:
+                        direction = left[0]
                         request = self._request("compile", w, direction)
                         if not worker.ask(request, self.options.compile_limit)["healthy"]:
                             worker.stop()
                             worker.start()
+                        del left[0]
                 except TimedOut as failure:
-                    self.uncompiled[w.name, name] = f"{failure}, to compile"
+                    for direction in left:
+                        self.uncompiled[w.name, direction, name] = f"{failure}, to compile"
                 except Died:
                     continue  # its case will say why
         finally:
@@ -163,8 +182,8 @@ class Run:
         """Return what the provider's worker says, or a row whose note says why it says nothing."""
         if name in self.dead:
             return {"note": self.dead[name]}
-        if (w.name, name) in self.uncompiled:
-            return {"note": self.uncompiled[w.name, name]}
+        if (w.name, direction, name) in self.uncompiled:
+            return {"note": self.uncompiled[w.name, direction, name]}
         for row in self.rows:
             same = row["workload"] == w.name and row["provider"] == name
             if same and "time limit" in row["note"] and direction == "backward":
@@ -182,6 +201,8 @@ class Run:
             return {"note": str(failure)}
         if not result.pop("healthy"):
             worker.stop()
+        if trace := result.pop("trace", None):
+            say(trace)
         return result
 
     def execute(self) -> list[dict[str, Any]]:

@@ -190,7 +190,7 @@ def product_rates(clock: Clock, size: int = 8192) -> dict[str, float]:
         n = size // 2 if name == "f64" else size
         try:
             rates[name] = _product_rate(name, n, clock)
-        except (ImportError, TypeError, ValueError):
+        except Exception:  # noqa: BLE001 (not every CuPy multiplies bfloat16)
             if name != "bf16":
                 raise
             rates[name] = _product_rate("f16", n, clock)  # the units run it at the same rate

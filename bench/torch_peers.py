@@ -11,6 +11,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from .peers import Bind, Bound, Refusal, provider
 from .workloads import Workload, per_axis
 
@@ -35,11 +37,10 @@ def torch_bind(
         leaves = dict(x)
         for name in names:
             leaves[name] = torch.nn.Parameter(x[name], requires_grad=backward)
-        forward = build(leaves)
         if not backward:
-            return Bound(forward, finish=finish)
+            return Bound(build(leaves), finish=finish)
         with torch.enable_grad():
-            outputs = forward()
+            outputs = build(leaves)()
         wanted, given = [leaves[n] for n in names], [x[n] for n in gradients]
         return Bound(lambda: torch.autograd.grad(outputs, wanted, given, retain_graph=True))
 
@@ -123,15 +124,11 @@ def _multi_token_bind(direction: str, function: Callable[..., Any]) -> Bind:
 def dense_mask(w: Any) -> Any:
     import torch
 
-    from .check import axis_mask
+    from .check import masks
 
     if w.tokens > 16384:
         raise Refusal(f"a dense mask of {w.tokens} x {w.tokens} is too large")
-    mask = None
-    for axis in w.axes():
-        one = torch.from_numpy(axis_mask(*axis)).cuda()
-        mask = one if mask is None else torch.kron(mask.byte(), one.byte()).bool()
-    return mask
+    return torch.from_numpy(masks(w, np)(slice(0, w.tokens))).cuda()
 
 
 def block_mask(w: Any) -> Any:

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,7 @@ class Child:
             notes.append(str(refusal))
         except Exception as failure:  # noqa: BLE001
             notes.append(_brief(failure))
+            row["trace"] = traceback.format_exc()
         if smaller is not w and row["call_us"]:
             ratio = w.flops(direction) / smaller.flops(direction)
             for key in ("graph_us", "call_us", "host_us"):
@@ -269,6 +271,7 @@ class Child:
                 notes.append("no graph: its results are wrong")
         except Exception as failure:  # noqa: BLE001
             notes.append("no graph: " + _brief(failure))
+            row["trace"] = traceback.format_exc()
 
     def _right_when_replayed(
         self, launch: Any, bound: Any, w: Workload, direction: str, exact: Any

@@ -413,4 +413,4 @@ def outputs(out: Any, count: int, most: int | None = None) -> tuple | None:
     if len(given) != count and not (len(given) == most and not any(
             x is not None for x in given[count:])):
         raise ValueError(f"out has {len(given)} entries; accepted are {count}")
-    return given[:count]
+    return given[:count] if any(x is not None for x in given) else None

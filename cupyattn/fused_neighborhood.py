@@ -10,6 +10,8 @@ from ._launch import Operator, call
 from ._program import Layout
 from .configs import fused_neighborhood as configs
 from .configs.fused_neighborhood import BIASES, WEIGHTS, Problem
+from .neighborhood import BACKWARD as _ATTENTION_BACKWARD
+from .neighborhood import FORWARD as _ATTENTION_FORWARD
 from .reference import fused_neighborhood as reference
 
 _INPUTS = ("hidden_states", *WEIGHTS, *BIASES)
@@ -202,10 +204,21 @@ def _backward_reference(arrays: Mapping[str, Any], problem: Problem, scalars: Ma
     return [x for x in results if x is not None]
 
 
+def _flops(problem: Problem, backward: bool) -> int:
+    """Count the projections (twice in the backward) and the attention between them."""
+    x, weights = problem.hidden_states, (getattr(problem, name) for name in WEIGHTS)
+    products = 2 * (x.size // x.shape[-1]) * sum(weight.size for weight in weights)
+    attention = (_ATTENTION_BACKWARD if backward else _ATTENTION_FORWARD).flops(
+        problem.attention(backward))
+    return (1 + backward) * products + attention
+
+
 _ANY = frozenset({*WEIGHTS, *BIASES, "cos", "sin"})
 FORWARD = Operator("fused_neighborhood_fwd", configs.FORWARD, _checks.fused_neighborhood,
                    _forward_results, _forward_reference, any_strides=_ANY,
-                   as_matrix=frozenset({"hidden_states"}), over="hidden_states")
+                   as_matrix=frozenset({"hidden_states"}), over="hidden_states",
+                   flops=lambda p: _flops(p, False))
 BACKWARD = Operator("fused_neighborhood_bwd", configs.BACKWARD, _checks.fused_neighborhood,
                     _backward_results, _backward_reference, any_strides=_ANY,
-                    as_matrix=frozenset({"hidden_states", "dy"}), over="hidden_states")
+                    as_matrix=frozenset({"hidden_states", "dy"}), over="hidden_states",
+                    flops=lambda p: _flops(p, True))

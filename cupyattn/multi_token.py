@@ -133,8 +133,14 @@ def _backward_reference(arrays: Mapping[str, Any], problem: Problem, scalars: Ma
     return results if problem.bias is not None else results[:2]
 
 
+def _flops(problem: Problem) -> int:
+    """Count the convolution of the lower triangle."""
+    batch, _, seq, _ = problem.scores.shape
+    return batch * seq * (seq + 1) * problem.weight.size  # 2 a tap, half the matrix
+
+
 _ANY = frozenset({"dy", "scores", "weight", "bias"})
 FORWARD = Operator("multi_token_fwd", configs.FORWARD, _checks.multi_token, _forward_results,
-                   _forward_reference, any_strides=_ANY, over="scores")
+                   _forward_reference, any_strides=_ANY, over="scores", flops=_flops)
 BACKWARD = Operator("multi_token_bwd", configs.BACKWARD, _checks.multi_token, _backward_results,
-                    _backward_reference, any_strides=_ANY, over="dy")
+                    _backward_reference, any_strides=_ANY, over="dy", flops=lambda p: 2 * _flops(p))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -162,8 +163,18 @@ def _backward_reference(arrays: Mapping[str, Any], problem: Problem, scalars: Ma
     return reference.backward(*arguments)
 
 
+def pairs(problem: Problem) -> int:
+    """Count the (query, key) pairs of all windows, batch items and heads."""
+    axes = zip(problem.space, problem.kernel_size, problem.dilation, problem.stride,
+               problem.is_causal)
+    windows = (reference.window(*axis, problem.boundary) for axis in axes)
+    return problem.batch * problem.heads * math.prod(
+        int((end - start).sum()) for start, end in windows)
+
+
 _STATISTICS = frozenset({"lse", "dlse"})
 FORWARD = Operator("neighborhood_fwd", configs.FORWARD, _checks.neighborhood, _forward_results,
                    _forward_reference, over="q")
 BACKWARD = Operator("neighborhood_bwd", configs.BACKWARD, _checks.neighborhood,
-                    _backward_results, _backward_reference, any_strides=_STATISTICS, over="dy")
+                    _backward_results, _backward_reference, any_strides=_STATISTICS, over="dy",
+                    flops=lambda p: 2 * pairs(p) * (3 * p.head_dim + 2 * p.value_dim))

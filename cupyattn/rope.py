@@ -91,10 +91,13 @@ def rope(q, k, cos, sin, *, rotary_dim=None, interleaved=False, position_ids=Non
             raise TypeError(f"{name} is None; accepted is an array")
     offset, offsets = _offsets(offset)
     present = [x is not None for x in (q, k)]
-    out = _checks.outputs(out, 2) or (None, None)
-    for name, x, there in zip(("q", "k"), out, present):
-        if x is not None and not there:
-            raise ValueError(f"out has an array for {name}, which is None; accepted there is None")
+    out = _checks.outputs(out, 2)
+    if out is not None:
+        for name, x, there in zip(("q", "k"), out, present):
+            if x is not None and not there:
+                raise ValueError(f"out has an array for {name}, which is None; accepted there is "
+                                 "None")
+        out = tuple(x for x, there in zip(out, present) if there)
     arrays = {"q": q, "k": k, "cos": cos, "sin": sin, "position_ids": position_ids}
     options = (rotary_dim, interleaved, inverse, layout, None if offsets is None else len(offsets))
     shape, table = getattr(given, "shape", ()), getattr(cos, "shape", ())
@@ -102,7 +105,7 @@ def rope(q, k, cos, sin, *, rotary_dim=None, interleaved=False, position_ids=Non
         low, high = (offset, offset) if offsets is None else (min(offsets), max(offsets))
         _checks.rope_rows(low, high + shape[2 if layout == "bhsd" else 1] - 1, table[-2])
     results = iter(call(
-        ROPE, arrays, options, out=tuple(x for x, there in zip(out, present) if there),
+        ROPE, arrays, options, out=out,
         scalars={"offset": offset},
         constants=None if offsets is None else {"offsets": np.array(offsets, np.int64)}))
     return tuple(next(results) if there else None for there in present)
@@ -239,4 +242,6 @@ def _reference(arrays: Mapping[str, Any], problem: Problem, scalars: Mapping[str
 
 ROPE = Operator("rope", configs.TABLE, _checks.rope, _results, _reference,
                 any_strides=frozenset({"cos", "sin", "position_ids"}),
-                strided_results=("q_out", "k_out"))
+                strided_results=("q_out", "k_out"),
+                flops=lambda p: sum(3 * x.size * p.rotary_dim // x.shape[-1]
+                                    for x in p.given.values()))

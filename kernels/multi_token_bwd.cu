@@ -41,6 +41,7 @@ __device__ Accumulator<typename Config::T> head_gradient(const MultiTokenParams&
   using T = typename Config::T;
   using A = Accumulator<T>;
   A sum = 0;
+#pragma unroll 1  // kernels are small: unrolled taps only cost registers, here and below
   for (int u = 0; u < p.kh; ++u) {
     int64 to_query = query - int64(u) * p.dilation[0] + p.row_origin;
     if (to_query < 0 || to_query >= p.seq) {
@@ -48,6 +49,7 @@ __device__ Accumulator<typename Config::T> head_gradient(const MultiTokenParams&
     }
     const T* dy = row_start<T>(p.dy, p.dy_stride, item, head_out, to_query);
     A row_sum = 0;
+#pragma unroll 1
     for (int v = 0; v < p.kw; ++v) {
       int64 to_key = key - int64(v) * p.dilation[1] + p.column_origin;
       if (to_key >= 0 && to_key <= to_query) {
@@ -62,7 +64,7 @@ __device__ Accumulator<typename Config::T> head_gradient(const MultiTokenParams&
 
 // dP at (query, key) of one head of the scores.
 template <class Config>
-__device__ __noinline__ Accumulator<typename Config::T> weight_gradient(const MultiTokenParams& p,
+__device__ Accumulator<typename Config::T> weight_gradient(const MultiTokenParams& p,
                                                            const MatrixRow& row, int key) {
   using T = typename Config::T;
   using A = Accumulator<T>;

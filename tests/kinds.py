@@ -307,6 +307,11 @@ class Guard:
         return result
 
 
+def raw(a):
+    """The elements' bits as unsigned integers, in the same memory (NumPy and CuPy)."""
+    return a.view(f"u{a.dtype.itemsize}")
+
+
 # --- streams ---------------------------------------------------------------------------------
 
 SPIN = r"""

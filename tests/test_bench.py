@@ -1,5 +1,6 @@
 """The bench without a GPU: its workloads, its checks, its ledger and its worker processes."""
 
+import dataclasses
 import itertools
 import json
 import sys
@@ -155,6 +156,18 @@ def test_wrong_results_are_seen():
     assert np.isnan(check.error(w, "forward", wrong, exact, np))
     with pytest.raises(ValueError, match="shape"):
         check.error(w, "forward", [exact[0][:1]], exact, np)
+
+
+@pytest.mark.parametrize("direction", workloads.DIRECTIONS)
+@pytest.mark.parametrize("operator", TINY)
+def test_plain_bf16_is_near_and_not_exact(operator, direction):
+    w = dataclasses.replace(TINY[operator], dtype="bf16")
+    x = inputs.make(w, direction, np)
+    exact = check.answers(w, direction, x, np, exact=True)
+    plain = check.answers(w, direction, x, np, exact=False)
+    assert all(a.dtype == np.float32 for a in plain)
+    assert all(np.array_equal(a, inputs.rounder("bf16", np)(a)) for a in plain)
+    assert 1e-4 < check.error(w, direction, plain, exact, np) < 3e-2
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])

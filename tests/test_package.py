@@ -1,5 +1,6 @@
 """The package as it is installed: wheel contents, import without CuPy, import time, versions."""
 
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -23,8 +24,12 @@ BLOCK = ("import sys\n"
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
-    # --no-build-isolation would need setuptools here; the build fetches its own.
-    subprocess.run([sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder, ROOT],
+    source = tmp_path_factory.mktemp("source")  # a build leaves files beside its sources
+    for name in ("cupyattn", "kernels"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    subprocess.run([sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder, source],
                    check=True)
     return next(folder.glob("*.whl"))
 
