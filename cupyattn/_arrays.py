@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from ml_dtypes import bfloat16
 
-from ._program import FLOATS, Layout
+from ._program import FLOATS, ITEMSIZE, Layout
 
 _NUMPY_TAG = {np.dtype(t): tag for t, tag in (
     (np.float16, "f16"), (bfloat16, "bf16"), (np.float32, "f32"), (np.float64, "f64"),
@@ -29,6 +29,13 @@ def _unknown_dtype(name: str, dtype: Any) -> TypeError:
     return TypeError(f"{name} has dtype {dtype}; accepted are {', '.join(FLOAT_NAMES.values())}")
 
 
+def _element_strides(name: str, x: Any) -> tuple[int, ...]:
+    if any(s % x.itemsize for s in x.strides):
+        raise ValueError(f"{name} has strides {x.strides} in bytes, which are not multiples of its "
+                         f"item size {x.itemsize}; pass a copy")
+    return tuple(s // x.itemsize for s in x.strides)
+
+
 def _alignment(address: int) -> int:
     return 16 if address % 16 == 0 else address & -address
 
@@ -39,9 +46,15 @@ class Library:
     name = ""
     on_device = True
 
-    def signature(self, name: str, x: Any) -> tuple:
-        """Return a hashable value that determines `layout`; raise if `x` cannot be used."""
+    def read(self, arrays: Sequence[Any]) -> tuple[tuple, list[int]]:
+        """Return a hashable value that determines layouts and devices, and the addresses.
+
+        May raise `AttributeError` or `TypeError` where an array is not of this library.
+        """
         raise NotImplementedError
+
+    def usable(self, name: str, x: Any) -> None:
+        """Raise if an array cannot be used as it is."""
 
     def layout(self, name: str, x: Any) -> Layout:
         raise NotImplementedError
@@ -56,12 +69,12 @@ class Library:
         """Return the handle of the library's current stream on the device."""
         raise NotImplementedError
 
-    def entered(self, stream: Any, device: int) -> contextlib.AbstractContextManager:
-        """Make a CuPy stream the library's current one within a block."""
-        raise NotImplementedError
-
     def stream_object(self, device: int) -> Any:
         """Return the library's current stream as an object that CuPy takes."""
+        raise NotImplementedError
+
+    def entered(self, stream: Any, device: int) -> contextlib.AbstractContextManager:
+        """Make a CuPy stream the library's current one within a block."""
         raise NotImplementedError
 
     def empty(self, layout: Layout, device: int) -> Any:
@@ -83,16 +96,13 @@ class NumPy(Library):
     name = "NumPy"
     on_device = False
 
-    def signature(self, name, x):
-        return self.layout(name, x)
-
     def layout(self, name, x):
         tag = _NUMPY_TAG.get(x.dtype)
         if tag is None:
             raise _unknown_dtype(name, x.dtype)
         if isinstance(x, np.ma.MaskedArray):
             raise TypeError(f"{name} is a masked array; pass a plain array such as {name}.data")
-        return Layout(x.shape, tag, tuple(s // x.itemsize for s in x.strides))
+        return Layout(x.shape, tag, _element_strides(name, x))
 
     def pointer(self, x):
         return x.__array_interface__["data"][0]
@@ -121,20 +131,26 @@ class CuPy(Library):
 
         self._cupy = cupy
         self._get_stream = cupy.cuda.get_current_stream
-        self._empty = cupy.empty
+        self._new = cupy.ndarray
 
-    def signature(self, name, x):
-        return (x.shape, x.strides, x.dtype, x.data.ptr & 15)
+    def read(self, arrays):
+        signature, addresses = [], []
+        for x in arrays:
+            if x is None:
+                signature.append(None)
+                addresses.append(0)
+            else:
+                memory = x.data
+                address = memory.ptr
+                signature.append((x.shape, x.strides, x.dtype, address & 15, memory.device_id))
+                addresses.append(address)
+        return tuple(signature), addresses
 
     def layout(self, name, x):
         tag = _NUMPY_TAG.get(x.dtype)
         if tag is None:
             raise _unknown_dtype(name, x.dtype)
-        if any(s % x.itemsize for s in x.strides):
-            raise ValueError(f"{name} has strides {x.strides} in bytes, which are not multiples "
-                             f"of its item size {x.itemsize}; pass a copy")
-        return Layout(x.shape, tag, tuple(s // x.itemsize for s in x.strides),
-                      _alignment(x.data.ptr))
+        return Layout(x.shape, tag, _element_strides(name, x), _alignment(x.data.ptr))
 
     def pointer(self, x):
         return x.data.ptr
@@ -145,14 +161,14 @@ class CuPy(Library):
     def stream(self, device):
         return self._get_stream(device).ptr
 
-    def entered(self, stream, device):
-        return stream
-
     def stream_object(self, device):
         return self._get_stream(device)
 
+    def entered(self, stream, device):
+        return stream
+
     def empty(self, layout, device):
-        return self._empty(layout.shape, NUMPY_DTYPE[layout.dtype])
+        return self._new(layout.shape, NUMPY_DTYPE[layout.dtype])
 
     def zeros(self, layout, device):
         return self._cupy.zeros(layout.shape, NUMPY_DTYPE[layout.dtype])
@@ -178,6 +194,44 @@ class Torch(Library):
         raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
         self.stream = raw or (lambda device: torch.cuda.current_stream(device).cuda_stream)
 
+    def read(self, arrays):
+        signature, addresses = [], []
+        for x in arrays:
+            if x is None:
+                signature.append(None)
+                addresses.append(0)
+            else:
+                address = x.data_ptr()
+                signature.append((x.shape, x.stride(), x.dtype, address & 15, x.get_device(),
+                                  x.requires_grad, x.is_neg()))
+                addresses.append(address)
+        return tuple(signature), addresses
+
+    def usable(self, name, x):
+        if not x.is_cuda:
+            raise TypeError(f"{name} is a torch tensor on {x.device}; move it with .cuda(), or "
+                            f"pass {name}.numpy() for the NumPy reference")
+        if x.requires_grad:
+            raise ValueError(f"{name} is a torch tensor that requires grad; pass "
+                             f"{name}.detach() and use the _backward function for gradients")
+        if x.layout is not self._torch.strided:
+            raise TypeError(f"{name} is a torch tensor of layout {x.layout}; accepted is a dense "
+                            f"tensor, such as {name}.to_dense()")
+        if x.is_neg():
+            raise ValueError(f"{name} is a lazily negated torch view; pass {name}.resolve_neg()")
+
+    def layout(self, name, x):
+        tag = self._tag.get(x.dtype)
+        if tag is None:
+            raise _unknown_dtype(name, x.dtype)
+        return Layout(tuple(x.shape), tag, tuple(x.stride()), _alignment(x.data_ptr()))
+
+    def pointer(self, x):
+        return x.data_ptr()
+
+    def device(self, x):
+        return x.get_device()
+
     def entered(self, stream, device):
         torch = self._torch
         return torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr, self._on(device)))
@@ -186,31 +240,7 @@ class Torch(Library):
         import cupy
 
         stream = self._torch.cuda.current_stream(device)
-        return cupy.cuda.Stream.from_external(stream) if hasattr(
-            cupy.cuda.Stream, "from_external") else cupy.cuda.ExternalStream(stream.cuda_stream)
-
-    def signature(self, name, x):
-        if not x.is_cuda:
-            raise TypeError(f"{name} is a torch tensor on {x.device}; move it with .cuda(), or "
-                            f"pass {name}.numpy() for the NumPy reference")
-        if x.requires_grad:
-            raise ValueError(f"{name} is a torch tensor that requires grad; pass "
-                             f"{name}.detach() and use the _backward function for gradients")
-        return (x.shape, x.stride(), x.dtype, x.data_ptr() & 15)
-
-    def layout(self, name, x):
-        tag = self._tag.get(x.dtype)
-        if tag is None:
-            raise _unknown_dtype(name, x.dtype)
-        if x.is_neg():
-            raise ValueError(f"{name} is a lazily negated torch view; pass {name}.resolve_neg()")
-        return Layout(tuple(x.shape), tag, tuple(x.stride()), _alignment(x.data_ptr()))
-
-    def pointer(self, x):
-        return x.data_ptr()
-
-    def device(self, x):
-        return x.get_device()
+        return cupy.cuda.Stream.from_external(stream)
 
     def _on(self, device: int) -> Any:
         if device not in self._devices:
@@ -300,8 +330,7 @@ def _library_of(name: str, x: Any) -> Library:
     elif cupy is not None and isinstance(x, cupy.ndarray):
         library = cupy_library()
     elif torch is not None and isinstance(x, torch.Tensor):
-        if not x.is_cuda:  # said before CuPy is asked for: the remedy is another
-            _torch_library().signature(name, x)
+        _torch_library().usable(name, x)  # said before CuPy is asked for: the remedy is another
         _require_cupy()
         library = _torch_library()
     elif hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
@@ -319,6 +348,15 @@ def _require_cupy() -> None:
     except ImportError as error:
         raise TypeError("tensors on a CUDA device need CuPy; install the extra cuda12 or cuda13"
                         ) from error
+
+
+def known_library(arrays: Sequence[Any]) -> Library | None:
+    """Return the device library of the first array if its type has been seen, else None."""
+    for x in arrays:
+        if x is not None:
+            library = _by_type.get(type(x))
+            return library if type(library) in (CuPy, Torch) else None
+    return None
 
 
 def library_of(arrays: Mapping[str, Any]) -> Library:
@@ -355,16 +393,13 @@ def common_device(library: Library, arrays: Mapping[str, Any]) -> int:
     return found
 
 
-def span(library: Library, layout: Layout, x: Any) -> tuple[int, int]:
-    """Return the address range [low, high) that an array may touch; empty arrays touch none."""
-    from ._program import ITEMSIZE
-
-    address, size = library.pointer(x), ITEMSIZE[layout.dtype]
+def span(layout: Layout) -> tuple[int, int] | None:
+    """Return the bytes [low, high) that an array touches, counted from its address, or None."""
     if layout.size == 0:
-        return address, address
+        return None
+    size = ITEMSIZE[layout.dtype]
     steps = [(n - 1) * s * size for n, s in zip(layout.shape, layout.strides)]
-    return (address + sum(s for s in steps if s < 0),
-            address + sum(s for s in steps if s > 0) + size)
+    return sum(s for s in steps if s < 0), sum(s for s in steps if s > 0) + size
 
 
 def float_dtype(dtype: Any) -> str:

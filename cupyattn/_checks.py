@@ -344,7 +344,8 @@ def rope(layouts: Layouts, options: tuple) -> rope_configs.Problem:
             rank(name, layouts[name], (4,), form)  # type: ignore[arg-type]
     q, k = (heads_after_seq(layouts[name], layout_name) for name in ("q", "k"))
     given = q or k
-    assert given is not None
+    if given is None:
+        raise TypeError("q and k are both None; accepted is at least one array")
     if q is not None and k is not None:
         for axis, what in ((0, "batch"), (1, "seq"), (3, "head_dim")):
             if q.shape[axis] != k.shape[axis]:
@@ -370,15 +371,17 @@ def rope(layouts: Layouts, options: tuple) -> rope_configs.Problem:
             ids = Layout((1, seq), ids.dtype, (0, *ids.strides))
         elif ids.shape[0] == 1:
             ids = Layout((1, seq), ids.dtype, (0, ids.strides[1]))
-    if offsets is not None and offsets != batch:
-        raise ValueError(f"offset has {offsets} values; accepted are one, or one for each of the "
-                         f"{batch} batch items")
+    if offsets is not None and len(offsets) != batch:
+        raise ValueError(f"offset has {len(offsets)} values; accepted are one, or one for each of "
+                         f"the {batch} batch items")
     outs = [heads_after_seq(layouts[name], layout_name) or like and Layout(
         like.shape, like.dtype, heads_after_seq(
             Layout(layouts[source].shape, like.dtype), layout_name).strides)  # type: ignore[union-attr]
         for name, source, like in (("q_out", "q", q), ("k_out", "k", k))]
-    return rope_configs.Problem(q, k, outs[0], outs[1], cos, sin, ids, offsets is not None,
-                                rotary_dim, interleaved, inverse, layout_name == "bshd")
+    return rope_configs.Problem(
+        q, k, outs[0], outs[1], cos, sin, ids,
+        (min(offsets), max(offsets)) if offsets else None, rotary_dim, interleaved, inverse,
+        layout_name == "bshd")
 
 
 def rope_rows(low: int, high: int, table: int) -> None:

@@ -1,8 +1,9 @@
 """One call, from arrays to queued launches. Every public function ends here.
 
-What depends only on shapes, strides, dtypes and options is worked out once and kept: checks, the
-row, compiled kernels, filled parameter blocks. A later call of the same kind looks that up,
-allocates its results, writes the addresses into the blocks and launches.
+What depends only on shapes, strides, dtypes, devices and options is worked out once and kept: the
+checks, the row, compiled kernels, filled parameter blocks. That is `Prepared`, found again by a
+key made of what was passed, as it was passed. A later call of the same kind makes the key,
+allocates its results, writes addresses into the blocks and launches; nothing else.
 """
 
 from __future__ import annotations
@@ -27,146 +28,189 @@ from ._errors import KernelError, PerformanceWarning
 from ._params import STRUCTS, offset_of
 from ._program import Device, Layout, Program, Row, Step, cdiv
 
-Arrays = Mapping[str, Any]
+Named = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Operator:
     """What the call path must know about one direction of an operator.
 
-    `problem(layouts, options)` checks and freezes a call; `results(problem)` lists the results
-    by name; `reference(arrays, problem, scalars)` computes them with NumPy, in float64.
-    `any_strides` are arrays whose kernels need no unit last axis; `as_matrix` are arrays whose
-    leading axes must be one axis in memory. `strided_results` are those that kernels write with
-    any strides (their layouts are part of the problem); a strided `out` of another gets a copy.
-    `over` is the array that everything is summed over: where it is empty all results are zero.
-    `flops(problem)` counts the useful operations.
+    Parameters
+    ----------
+    name : str
+        The pass, as `_select.tables` names it.
+    arrays : tuple of str
+        The inputs, in the order in which `call` gets them.
+    table : sequence of Row
+    normalise : function of (arrays, options)
+        Checks the options as passed, without looking at layouts; returns them normalised.
+    problem : function of (layouts, normalised options)
+        Checks everything else and freezes the call.
+    results : function of (problem)
+        The results by name, in order.
+    reference : function of (arrays, problem, scalars)
+        The results by NumPy, in float64.
+    any_strides : set of str
+        Arrays whose kernels need no unit last axis.
+    as_matrix : set of str
+        Arrays whose leading axes must be one axis in memory.
+    strided_results : tuple of str
+        Results that kernels write with any strides (their layouts are part of the problem), and
+        that may be exactly the input of that name; a strided `out` of another gets a copy.
+    over : str
+        The array that everything is summed over: where it is empty all results are zero.
+    scalars : tuple of str
+        Integers that may change from call to call without a new problem.
+    verify : function of (problem, scalars), optional
+        Checks the scalars of a call.
+    flops : function of (problem)
+        The useful operations.
     """
 
     name: str
+    arrays: tuple[str, ...]
     table: Sequence[Row]
+    normalise: Callable[[Sequence[Any], tuple], tuple]
     problem: Callable[[Mapping[str, Layout | None], tuple], Any]
     results: Callable[[Any], dict[str, Layout]]
-    reference: Callable[[Arrays, Any, Mapping[str, Any]], Sequence[np.ndarray | None]]
+    reference: Callable[[Named, Any, Named], Sequence[np.ndarray | None]]
+    flops: Callable[[Any], int]
     any_strides: frozenset[str] = frozenset()
     as_matrix: frozenset[str] = frozenset()
     strided_results: tuple[str, ...] = ()
     over: str = ""
-    flops: Callable[[Any], int] = lambda problem: 0
+    scalars: tuple[str, ...] = ()
+    verify: Callable[[Any, Sequence[int]], None] | None = None
 
 
-# --------------------------------------------------------------------------------- one problem
+# ---------------------------------------------------------------------------------------- calls
 
-
-class Prepared:
-    """A checked problem on one device: row, kernels, parameter blocks; addresses come later."""
-
-    def __init__(self, operator: Operator, problem: Any, row: Row, device: Device,
-                 constants: Mapping[str, Any]):
-        self.operator, self.problem, self.row, self.device = operator, problem, row, device
-        self.results = operator.results(problem)
-        self.program: Program = row.program(problem, device)
-        self.constants = constants  # arrays that live as long as this object (by buffer name)
-        self._lock = threading.Lock()
-        self._launches = [_Launch(step, device) for step in self.program.steps]
-        self._scratch_at: dict[str, int] = {}
-        self.scratch_bytes = 0
-        for name, layout in self.program.scratch.items():
-            self._scratch_at[name] = self.scratch_bytes
-            self.scratch_bytes += cdiv(layout.nbytes, 256) * 256
-
-    def launch(self, addresses: dict[str, int], scalars: Mapping[str, Any], scratch: int,
-               stream: int) -> None:
-        """Queue the kernels. `addresses` holds inputs and results by buffer name."""
-        for name, offset in self._scratch_at.items():
-            addresses.setdefault(name, scratch + offset)
-        with self._lock:  # the blocks are shared; the driver copies them during the call
-            for launch in self._launches:
-                launch(addresses, scalars, stream)
-
-
-class _Launch:
-    """One kernel with its parameter block, ready for `cuLaunchKernel`."""
-
-    def __init__(self, step: Step, device: Device):
-        from cupy_backends.cuda.api import driver
-
-        kernel = step.kernel
-        block = np.zeros(1, STRUCTS[kernel.params])
-        for path, value in step.values.items():
-            _store(block, path, value)
-        self.compiled = _jit.load(kernel, device)
-        self.step = step
-        self._words = block.view(np.int64)
-        self._block = block
-        self._arguments = (ctypes.c_void_p * 1)(block.ctypes.data)
-        self._address = ctypes.addressof(self._arguments)
-        self._buffers = [(offset_of(kernel.params, path) // 8, name)
-                         for path, name in step.buffers.items()]
-        self._scalars = list(step.scalars.items())
-        self._driver_launch = driver.launchKernel
-        self._shape = (*step.grid, kernel.threads, 1, 1, step.shared)
-
-    def __call__(self, addresses: Mapping[str, int], scalars: Mapping[str, Any],
-                 stream: int) -> None:
-        words = self._words
-        for index, name in self._buffers:
-            words[index] = addresses[name]
-        for path, name in self._scalars:
-            _store(self._block, path, scalars[name])
-        try:
-            self._driver_launch(self.compiled.function, *self._shape, stream, self._address, 0)
-        except Exception as error:
-            raise KernelError(f"{self.step.kernel.name} did not launch with grid "
-                              f"{self.step.grid}: {error}") from error
-
-
-def _store(block: np.ndarray, path: str, value: Any) -> None:
-    target: Any = block[0]
-    *outer, last = path.split(".")
-    for part in outer:
-        target = target[int(part) if part.isdigit() else part]
-    target[int(last) if last.isdigit() else last] = value
-
+# Whether calls end where they would check layouts and launch; see `request_of`.
+_stopping: contextvars.ContextVar[bool] = contextvars.ContextVar("cupyattn_stop", default=False)
 
 _MEMO_SIZE = 4096
-_memo: OrderedDict[tuple, tuple[Prepared | None, Any, tuple[str, ...]]] = OrderedDict()
+_memo: OrderedDict[tuple, Prepared] = OrderedDict()
 _memo_lock = threading.Lock()
 
-# -------------------------------------------------------------------- temporaries under capture
 
-# A graph replays into the temporaries of its capture, so they must outlive the call. `plan` keeps
-# its own; those of a capture made by the caller are kept for good (documented in the README).
-_kept_for_good: list[Any] = []
-_keeper: contextvars.ContextVar[list[Any]] = contextvars.ContextVar(
-    "cupyattn_keeper", default=_kept_for_good)
+def call(operator: Operator, arrays: Sequence[Any], options: tuple, out: Sequence[Any] | None,
+         scalars: Sequence[int] = (), constants: Mapping[str, np.ndarray] | None = None
+         ) -> list[Any]:
+    """Check, choose, launch; return the results in the order of `operator.results`.
+
+    `arrays` are the inputs (None where absent), `options` the options as the caller passed them,
+    `out` one entry a result or None, `constants` small host arrays that the kernels need on the
+    device, part of the problem.
+    """
+    library = _arrays.known_library(arrays)
+    if library is None or _stopping.get():
+        return _first_call(operator, arrays, options, out, scalars, constants)
+    try:
+        signature, addresses = library.read(arrays)
+        key: tuple = (operator.name, options, _types(options), signature, _select.forced())
+        if out is not None:
+            out_signature, out_addresses = library.read(out)
+            key += (out_signature,)
+        if constants:
+            key += tuple((name, x.tobytes()) for name, x in constants.items())
+        prepared = _memo.get(key)
+    except (AttributeError, TypeError):  # unlike kinds, or options that cannot be a key
+        return _first_call(operator, arrays, options, out, scalars, constants)
+    if prepared is None:
+        return _first_call(operator, arrays, options, out, scalars, constants, key)
+    if out is not None:
+        prepared.out_check.check(addresses, out_addresses)
+    if prepared.device == prepared.current_device():
+        return prepared.run(arrays, addresses, out, scalars)
+    with prepared.guard():
+        return prepared.run(arrays, addresses, out, scalars)
 
 
-# ------------------------------------------------------------------------ calls that stop early
+def _types(options: tuple) -> tuple:
+    """Tell apart options that compare equal but are not the same: 1, 1.0 and True."""
+    return tuple([type(x) if type(x) is not tuple else tuple(map(type, x)) for x in options])
+
+
+def _first_call(operator: Operator, arrays: Sequence[Any], options: tuple,
+                out: Sequence[Any] | None, scalars: Sequence[int],
+                constants: Mapping[str, np.ndarray] | None, key: tuple | None = None) -> list[Any]:
+    """Make a call of a kind not seen before, with every check in its order."""
+    named = dict(zip(operator.arrays, arrays))
+    library = _arrays.library_of(named)
+    if isinstance(library, _arrays.Foreign):
+        return _call_foreign(operator, library, arrays, options, out, scalars, constants)
+    request = Request(operator, library, named, operator.normalise(arrays, options), out,
+                      tuple(scalars), constants or {})
+    if _stopping.get():
+        raise _Stopped(request)
+    if not library.on_device:
+        return _call_reference(request)
+    for name, x in named.items():
+        if x is not None:
+            library.usable(name, x)
+    if out is not None:
+        _check_out_kinds(request)
+    device = _arrays.common_device(library, named)
+    import cupy
+
+    with cupy.cuda.Device(device):
+        prepared = Prepared(request, device)
+        _, addresses = library.read(arrays)
+        if out is not None:
+            _check_out(request, operator.results(prepared.problem), device)
+            prepared.out_check.check(addresses, library.read(out)[1])
+        if key is not None:
+            with _memo_lock:
+                _memo[key] = prepared
+                if len(_memo) > _MEMO_SIZE:
+                    _memo.popitem(last=False)
+        return prepared.run(arrays, addresses, out, scalars)
+
+
+def _call_foreign(operator: Operator, library: _arrays.Foreign, arrays: Sequence[Any],
+                  options: tuple, out: Sequence[Any] | None, scalars: Sequence[int],
+                  constants: Mapping[str, np.ndarray] | None) -> list[Any]:
+    like = next(x for x in arrays if x is not None)
+    if out is not None:
+        raise TypeError("out is accepted for NumPy, CuPy and torch arrays only; "
+                        f"the inputs are {type(like).__module__} arrays")
+    adopted = [None if x is None else library.adopt(name, x)
+               for name, x in zip(operator.arrays, arrays)]
+    results = call(operator, adopted, options, None, scalars, constants)
+    return [library.give_back(x, like) for x in results]
+
+
+# ------------------------------------------------------------------------------------- requests
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a public function asks for, before it is done; for `explain` and `warmup`."""
+    """What a public function asks for, before anything is done."""
 
     operator: Operator
     library: Library
-    device: int
-    arrays: Arrays
-    options: tuple
+    arrays: dict[str, Any]
+    options: tuple  # normalised
     out: Sequence[Any] | None
+    scalars: tuple[int, ...]
     constants: Mapping[str, np.ndarray]
 
     def layouts(self) -> dict[str, Layout | None]:
-        return _layouts(self.operator, self.library, self.arrays, self.out)
+        """Return the layouts that the operator's checks want, by name."""
+        layouts = {name: None if x is None else self.library.layout(name, x)
+                   for name, x in self.arrays.items()}
+        given = iter(self.out or ())
+        for name in self.operator.strided_results:
+            there = self.arrays[name.removesuffix("_out")] is not None
+            x = next(given, None) if there else None
+            layouts[name] = None if x is None else self.library.layout("out", x)
+        return layouts
 
-    def prepare(self) -> Prepared | None:
-        """Check, choose and compile, without a launch; None where nothing is to be done."""
-        import cupy
-
-        with cupy.cuda.Device(self.device):
-            return _prepare(self.operator, self.library, self.device, self.arrays, self.options,
-                            self.out, self.constants)[0]
+    def nothing_to_do(self, layouts: Mapping[str, Layout | None], results: Mapping[str, Layout]
+                      ) -> bool:
+        over = layouts.get(self.operator.over)
+        return ((over is not None and over.size == 0)
+                or all(layout.size == 0 for layout in results.values()))
 
 
 class _Stopped(BaseException):
@@ -176,12 +220,8 @@ class _Stopped(BaseException):
         self.request = request
 
 
-_stopping: contextvars.ContextVar[bool] = contextvars.ContextVar(
-    "cupyattn_stopping", default=False)
-
-
 def request_of(function: Callable, arrays: Sequence[Any], options: Mapping[str, Any]) -> Request:
-    """Run a public function up to the point where it would check and launch."""
+    """Run a public function up to the point where it would check layouts and launch."""
     with _set(_stopping, True):
         try:
             function(*arrays, **options)
@@ -199,9 +239,334 @@ def _set(variable: contextvars.ContextVar, value: Any) -> Iterator[None]:
         variable.reset(token)
 
 
+# ------------------------------------------------------------------------------ prepared problems
+
+
+class Prepared:
+    """A checked problem on one device, with all that a call of its kind needs but addresses.
+
+    Buffers are numbered: inputs, results, scalars, constants, scratch. Each parameter block takes
+    its 64-bit words from that list.
+    """
+
+    def __init__(self, request: Request, device: int):
+        from cupy.cuda import runtime
+
+        operator, library = request.operator, request.library
+        layouts = request.layouts()
+        self.library, self.device, self.current_device = library, device, runtime.getDevice
+        self.copied = [i for i, name in enumerate(operator.arrays)
+                       if _must_copy(operator, name, layouts[name])]
+        inputs = [layouts[name] for name in operator.arrays]
+        for i in self.copied:
+            name = operator.arrays[i]
+            layouts[name] = Layout(layouts[name].shape, layouts[name].dtype)  # type: ignore
+        self.problem = operator.problem(layouts, request.options)
+        self.verify = operator.verify
+        if self.verify is not None:
+            self.verify(self.problem, request.scalars)
+        results = operator.results(self.problem)
+        self.results = list(results.values())
+        self.out_check = OutCheck(request, inputs, results)
+
+        self.row: Row | None = None
+        self.program = Program(())
+        if not request.nothing_to_do(layouts, results):
+            properties = _device.device(device)
+            self.row = _select.choose(operator.name, operator.table, self.problem, properties)
+            _warn_of_plain(operator, self.row, self.problem, properties)
+            self.program = self.row.program(self.problem, properties)
+        self._set_launches(operator, request, list(results))
+
+    def _set_launches(self, operator: Operator, request: Request, results: list[str]) -> None:
+        """Number the buffers and make a launch of each step."""
+        constants: dict[str, Any] = {}
+        if request.constants:
+            import cupy
+
+            constants = {name: cupy.asarray(x) for name, x in request.constants.items()}
+        fixed = {name: x.data.ptr for name, x in constants.items()}
+        if any("fault" in step.buffers.values() for step in self.program.steps):
+            fixed["fault"] = fault_address(self.device)
+        self._keep = constants
+        self._fixed = list(fixed.values())
+        self.scratch_bytes, self._scratch_at, scratch = 0, [], []
+        for name, layout in self.program.scratch.items():
+            if name not in results:
+                scratch.append(name)
+                self._scratch_at.append(self.scratch_bytes)
+                self.scratch_bytes += cdiv(layout.nbytes, 256) * 256
+        self._scratch_layout = Layout((self.scratch_bytes // 8,), "i64")
+        names = (*operator.arrays, *results, *operator.scalars, *fixed, *scratch)
+        number = {name: i for i, name in reversed(list(enumerate(names)))}
+        properties = _device.device(self.device)
+        self.launches = [Launch(step, properties, number) for step in self.program.steps]
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[None]:
+        """Make the arrays' device current within the block."""
+        from cupy.cuda import runtime
+
+        before = runtime.getDevice()
+        runtime.setDevice(self.device)
+        try:
+            yield
+        finally:
+            runtime.setDevice(before)
+
+    def run(self, arrays: Sequence[Any], addresses: list[int], out: Sequence[Any] | None,
+            scalars: Sequence[int]) -> list[Any]:
+        """Allocate what is missing and queue the kernels. The device must be current."""
+        library, device = self.library, self.device
+        if _faults:
+            raise_faults()
+        if self.verify is not None:
+            self.verify(self.problem, scalars)
+        temporaries: list[Any] = []
+        for i in self.copied:
+            copy = library.contiguous(arrays[i])
+            addresses[i] = library.pointer(copy)
+            temporaries.append(copy)
+        if not self.launches:  # nothing to compute: results are empty, or sums over nothing
+            return self._zeros(out)
+
+        if out is None:
+            results = [library.empty(layout, device) for layout in self.results]
+            written = results
+        else:
+            results, written = [], []
+            for given, layout, direct in zip(out, self.results, self.out_check.direct):
+                target = library.empty(layout, device) if given is None or not direct else given
+                results.append(target if given is None else given)
+                written.append(target)
+                if not direct:
+                    temporaries.append(target)
+        words = addresses + [library.pointer(x) for x in written]
+        words += scalars
+        words += self._fixed
+        if self.scratch_bytes:
+            memory = library.empty(self._scratch_layout, device)
+            base = library.pointer(memory)
+            words += [base + offset for offset in self._scratch_at]
+            temporaries.append(memory)
+
+        stream = library.stream(device)
+        with self._lock:  # the blocks are shared; the driver copies them during the call
+            for launch in self.launches:
+                launch(words, stream)
+        if written is not results:
+            for x, target in zip(written, results):
+                if x is not target:
+                    library.assign(target, x)
+        if temporaries and _capturing(stream):
+            _keeper.get().extend(temporaries)
+        if _VERBOSE:
+            _report(self)
+        return results
+
+    def _zeros(self, out: Sequence[Any] | None) -> list[Any]:
+        library = self.library
+        results = [library.zeros(layout, self.device) for layout in self.results]
+        for i, given in enumerate(out or ()):
+            if given is not None:
+                library.assign(given, results[i])
+                results[i] = given
+        return results
+
+
+class OutCheck:
+    """What must hold for the `out` of a kind of call: address ranges that stay apart."""
+
+    def __init__(self, request: Request, inputs: Sequence[Layout | None],
+                 results: Mapping[str, Layout]):
+        operator, out = request.operator, request.out or (None,) * len(results)
+        self._names, self._labels = operator.arrays, _labels(list(results))
+        self._input_spans = [None if x is None else _arrays.span(x) for x in inputs]
+        self._spans: list[tuple[int, int] | None] = []
+        self._replaces: list[int] = []  # number of the input that a result may be, or -1
+        self.direct: list[bool] = []  # whether kernels can write this `out` itself
+        for name, expected, x in zip(results, results.values(), out):
+            layout = None if x is None else request.library.layout("out", x)
+            self._spans.append(None if layout is None else _arrays.span(layout))
+            strided = name in operator.strided_results
+            self.direct.append(layout is None or strided or layout.strides == expected.strides)
+            twin = operator.arrays.index(name.removesuffix("_out")) if strided else -1
+            of_twin = inputs[twin] if strided else None
+            same = (layout is not None and of_twin is not None
+                    and layout.strides == of_twin.strides)
+            self._replaces.append(twin if same else -1)
+
+    def check(self, inputs: Sequence[int], outs: Sequence[int]) -> None:
+        """Raise if an `out` shares memory with an input, or with another `out`."""
+        ranges = [(address + span[0], address + span[1], i)
+                  for i, (address, span) in enumerate(zip(inputs, self._input_spans)) if span]
+        for i, span in enumerate(self._spans):
+            if span is None:
+                continue
+            low, high = outs[i] + span[0], outs[i] + span[1]
+            for a, b, other in ranges:
+                if low < b and a < high and not (other == self._replaces[i] and low == a):
+                    what = self._names[other] if other >= 0 else self._labels[-other - 1]
+                    raise ValueError(
+                        f"{self._labels[i]} overlaps {what} in memory; accepted is an array of its "
+                        "own" + (", or exactly the input it replaces"
+                                 if self._replaces[i] >= 0 else ""))
+            ranges.append((low, high, -i - 1))
+
+
+class Launch:
+    """One kernel with its parameter block, ready for `cuLaunchKernel`."""
+
+    def __init__(self, step: Step, device: Device, number: Mapping[str, int]):
+        from cupy_backends.cuda.api import driver
+
+        kernel = step.kernel
+        block = np.zeros(1, STRUCTS[kernel.params])
+        for path, value in step.values.items():
+            _store(block, path, value)
+        self.step, self.compiled = step, _jit.load(kernel, device)
+        self._block = block
+        self._words = (ctypes.c_ulonglong * (block.itemsize // 8)).from_address(block.ctypes.data)
+        self._arguments = (ctypes.c_void_p * 1)(block.ctypes.data)
+        self._from = [(offset_of(kernel.params, path) // 8, number[name])
+                      for path, name in (*step.buffers.items(), *step.scalars.items())]
+        self._launch = driver.launchKernel
+        self._before = (self.compiled.function, *step.grid, kernel.threads, 1, 1, step.shared)
+        self._address = ctypes.addressof(self._arguments)
+
+    def __call__(self, values: Sequence[int], stream: int) -> None:
+        words = self._words
+        for index, buffer in self._from:
+            words[index] = values[buffer]
+        try:
+            self._launch(*self._before, stream, self._address, 0)
+        except Exception as error:
+            raise KernelError(f"{self.step.kernel.name} did not launch with grid "
+                              f"{self.step.grid}: {error}") from error
+
+
+def _store(block: np.ndarray, path: str, value: Any) -> None:
+    target: Any = block[0]
+    *outer, last = path.split(".")
+    for part in outer:
+        target = target[int(part) if part.isdigit() else part]
+    target[int(last) if last.isdigit() else last] = value
+
+
+def _must_copy(operator: Operator, name: str, layout: Layout | None) -> bool:
+    if layout is None or name in operator.any_strides:
+        return False
+    if not layout.unit_last:
+        return True
+    if name in operator.as_matrix:
+        from .configs.linear import collapsed
+
+        try:
+            collapsed(layout)
+        except ValueError:
+            return True
+    return False
+
+
+def _warn_of_plain(operator: Operator, row: Row, problem: Any, device: Device) -> None:
+    """Warn, once a problem, that a plain row runs although the device has a faster one."""
+    if not row.name.startswith("plain") or _select.forced():
+        return
+    reasons = [f"{other.name}: {reason}" for other, reason in _select.refusals(
+        operator.table, problem, device) if not other.name.startswith("plain")
+        and (other.target or device.target).rstrip("a") == device.target]
+    if reasons:
+        warnings.warn(f"{operator.name} runs its plain kernel {row.name}; the faster ones refuse: "
+                      + "; ".join(reasons), PerformanceWarning, stacklevel=6)
+
+
+# ---------------------------------------------------------------------------------------- out=
+
+
+def _labels(results: Sequence[str]) -> list[str]:
+    return ["out"] if len(results) == 1 else [f"out[{i}] ({n})" for i, n in enumerate(results)]
+
+
+def _check_out_kinds(request: Request) -> None:
+    """Check that every `out` is an array of the inputs' library."""
+    for i, x in enumerate(request.out or ()):
+        if x is not None:
+            label = "out" if len(request.out or ()) == 1 else f"out[{i}]"
+            if _arrays.library_of({label: x}) is not request.library:
+                raise TypeError(f"{label} is a {type(x).__name__}; accepted is an array of the "
+                                f"inputs' library, {request.library.name}")
+            request.library.usable(label, x)
+
+
+def _check_out(request: Request, results: Mapping[str, Layout], device: int) -> None:
+    """Check device, dtype and shape of every `out`."""
+    library = request.library
+    for label, expected, x in zip(_labels(list(results)), results.values(), request.out or ()):
+        if x is None:
+            continue
+        layout = library.layout(label, x)
+        if library.on_device and library.device(x) != device:
+            raise ValueError(f"{label} is on device {library.device(x)}; accepted is device "
+                             f"{device}, that of the inputs")
+        if layout.dtype != expected.dtype:
+            raise TypeError(f"{label} has dtype {FLOAT_NAMES[layout.dtype]}; accepted is "
+                            f"{FLOAT_NAMES[expected.dtype]}")
+        if layout.shape != expected.shape:
+            raise ValueError(f"{label} has shape {layout.shape}; accepted is {expected.shape}")
+        if any(n > 1 and s == 0 for n, s in zip(layout.shape, layout.strides)):
+            raise ValueError(f"{label} has strides {layout.strides}; accepted is an array whose "
+                             "elements do not share memory")
+
+
+# ------------------------------------------------------------------------------- the reference
+
+
+def _call_reference(request: Request) -> list[Any]:
+    operator, library, out = request.operator, request.library, request.out
+    layouts = request.layouts()
+    problem = operator.problem(layouts, request.options)
+    if operator.verify is not None:
+        operator.verify(problem, request.scalars)
+    results = operator.results(problem)
+    if out is not None:
+        _check_out_kinds(request)
+        _check_out(request, results, -1)
+        OutCheck(request, [layouts[name] for name in operator.arrays], results).check(
+            *([0 if x is None else library.pointer(x) for x in some]
+              for some in (request.arrays.values(), out)))
+    if request.nothing_to_do(layouts, results):
+        values: Sequence[np.ndarray | None] = [library.zeros(r, -1) for r in results.values()]
+    else:
+        scalars = dict(zip(operator.scalars, request.scalars))
+        values = operator.reference(request.arrays, problem, {**scalars, **request.constants})
+    finished = []
+    for i, (value, layout) in enumerate(zip(values, results.values())):
+        target = out[i] if out is not None and out[i] is not None else library.empty(layout, -1)
+        with np.errstate(over="ignore", invalid="ignore"):  # rounding to 16 bits may overflow
+            target[...] = np.asarray(value).astype(target.dtype)
+        finished.append(target)
+    return finished
+
+
+# -------------------------------------------------------------------- temporaries under capture
+
+# A graph replays into the temporaries of its capture, so they must outlive the call. `plan` keeps
+# its own; those of a capture made by the caller are kept for good (documented in the README).
+_kept_for_good: list[Any] = []
+_keeper: contextvars.ContextVar[list[Any]] = contextvars.ContextVar(
+    "cupyattn_keeper", default=_kept_for_good)
+
+
 def keeping(owner: list[Any]) -> contextlib.AbstractContextManager[None]:
     """Within the block, temporaries of captured calls are given to `owner`."""
     return _set(_keeper, owner)
+
+
+def _capturing(stream: int) -> bool:
+    from cupy.cuda import runtime
+
+    return stream not in (0, 1) and runtime.streamIsCapturing(stream)
 
 
 # ------------------------------------------------------------------------------ position faults
@@ -239,274 +604,24 @@ def raise_faults() -> None:
                              "outside the table (plus offset); those tokens came out as NaN")
 
 
-# ---------------------------------------------------------------------------------------- calls
-
-
-def call(operator: Operator, arrays: Arrays, options: tuple, *, out: Sequence[Any] | None = None,
-         scalars: Mapping[str, Any] | None = None,
-         constants: Mapping[str, np.ndarray] | None = None) -> tuple[Any, ...]:
-    """Check, choose, launch; return the results in the order of `operator.results`.
-
-    `arrays` are the inputs by name (None where absent), `options` hashable and normalised,
-    `scalars` values that may change from call to call, `constants` host arrays that the kernels
-    need on the device (they are part of the memo's key).
-    """
-    library = _arrays.library_of(arrays)
-    scalars = scalars or {}
-    constants = constants or {}
-    if not library.on_device:
-        return _call_reference(operator, library, arrays, options, out, scalars, constants)
-    if library.name == "DLPack":
-        return _call_foreign(operator, arrays, options, out, scalars, constants)
-    device = _arrays.common_device(library, arrays)
-    from cupy.cuda import runtime
-
-    current = runtime.getDevice()
-    if current == device:
-        return _call_device(operator, library, device, arrays, options, out, scalars, constants)
-    runtime.setDevice(device)
-    try:
-        return _call_device(operator, library, device, arrays, options, out, scalars, constants)
-    finally:
-        runtime.setDevice(current)
-
-
-def _call_device(operator: Operator, library: Library, device: int, arrays: Arrays,
-                 options: tuple, out: Sequence[Any] | None, scalars: Mapping[str, Any],
-                 constants: Mapping[str, np.ndarray]) -> tuple[Any, ...]:
-    if _stopping.get():
-        raise _Stopped(Request(operator, library, device, arrays, options, out, constants))
-    if _faults:
-        raise_faults()
-    key = (operator.name, options, library.name, device, _select.forced(),
-           tuple(x if x is None else library.signature(name, x) for name, x in arrays.items()),
-           out and tuple(x if x is None else library.signature("out", x) for x in out),
-           tuple((name, x.tobytes()) for name, x in constants.items()))
-    entry = _memo.get(key)
-    if entry is None:
-        entry = _prepare(operator, library, device, arrays, options, out, constants)
-        with _memo_lock:
-            _memo[key] = entry
-            if len(_memo) > _MEMO_SIZE:
-                _memo.popitem(last=False)
-    prepared, problem, copied = entry
-
-    temporaries: list[Any] = []
-    if copied:
-        arrays = dict(arrays)
-        for name in copied:
-            arrays[name] = library.contiguous(arrays[name])
-            temporaries.append(arrays[name])
-    layouts = prepared.results if prepared else operator.results(problem)
-    if out is not None:
-        _check_out(operator, library, device, layouts, arrays, out)
-    results = []
-    written = []  # where the kernels write: `results`, or a temporary for a strided `out`
-    for i, layout in enumerate(layouts.values()):
-        given = out[i] if out is not None else None
-        if given is None:
-            given = (library.empty if prepared else library.zeros)(layout, device)
-            written.append(given)
-        elif operator.strided_results or library.layout("out", given).strides == layout.strides:
-            written.append(given)
-        else:
-            written.append(library.empty(layout, device))
-            temporaries.append(written[-1])
-        results.append(given)
-    if prepared is None:  # nothing to compute: results are empty, or sums over nothing
-        for given in out or ():
-            if given is not None:
-                library.assign(given, library.zeros(library.layout("out", given), device))
-        return tuple(results)
-
-    stream = library.stream(device)
-    addresses = {name: library.pointer(x) for name, x in arrays.items() if x is not None}
-    for name, x in zip(layouts, written):
-        addresses[name] = library.pointer(x)
-    for name, x in prepared.constants.items():
-        addresses[name] = x.data.ptr if hasattr(x, "data") else x
-    scratch = 0
-    if prepared.scratch_bytes:
-        memory = library.empty(Layout((prepared.scratch_bytes // 8,), "i64"), device)
-        scratch = library.pointer(memory)
-        temporaries.append(memory)
-    prepared.launch(addresses, scalars, scratch, stream)
-    for x, target in zip(written, results):
-        if x is not target:
-            library.assign(target, x)
-    if temporaries and _capturing(stream):
-        _keeper.get().extend(temporaries)
-    if _DEBUG:
-        _report(prepared)
-    if _SYNC:
-        from cupy.cuda import runtime
-
-        runtime.deviceSynchronize()
-    return tuple(results)
-
-
-def _capturing(stream: int) -> bool:
-    from cupy.cuda import runtime
-
-    return stream not in (0, 1) and runtime.streamIsCapturing(stream)
-
-
-def _prepare(operator: Operator, library: Library, device: int, arrays: Arrays, options: tuple,
-             out: Sequence[Any] | None, constants: Mapping[str, np.ndarray]
-             ) -> tuple[Prepared | None, Any, tuple[str, ...]]:
-    """Return (prepared, problem, names of arrays to copy); prepared None if all is empty."""
-    layouts = _layouts(operator, library, arrays, out)
-    copied = tuple(name for name in arrays if _must_copy(operator, name, layouts[name]))
-    for name in copied:
-        layout = layouts[name]
-        assert layout is not None
-        layouts[name] = Layout(layout.shape, layout.dtype)
-    problem = operator.problem(layouts, options)
-    if nothing_to_do(operator, layouts, operator.results(problem)):
-        return None, problem, ()
-    properties = _device.device(device)
-    row = _select.choose(operator.name, operator.table, problem, properties)
-    _warn_of_plain(operator, row, problem, properties)
-    resident: dict[str, Any] = {}
-    if constants:
-        import cupy
-
-        resident = {name: cupy.asarray(x) for name, x in constants.items()}
-    if operator.name == "rope":
-        resident["fault"] = fault_address(device)
-    return Prepared(operator, problem, row, properties, resident), problem, copied
-
-
-def nothing_to_do(operator: Operator, layouts: Mapping[str, Layout | None],
-                   results: Mapping[str, Layout]) -> bool:
-    over = layouts.get(operator.over)
-    return ((over is not None and over.size == 0)
-            or all(layout.size == 0 for layout in results.values()))
-
-
-def _warn_of_plain(operator: Operator, row: Row, problem: Any, device: Device) -> None:
-    """Warn, once a problem, that a plain row runs although the device has a faster one."""
-    if not row.name.startswith("plain") or _select.forced():
-        return
-    reasons = [f"{other.name}: {reason}" for other, reason in _select.refusals(
-        operator.table, problem, device) if not other.name.startswith("plain")
-        and (other.target or device.target).rstrip("a") == device.target]
-    if reasons:
-        warnings.warn(f"{operator.name} runs its plain kernel {row.name}; the faster ones refuse: "
-                      + "; ".join(reasons), PerformanceWarning, stacklevel=5)
-
-
-def _layouts(operator: Operator, library: Library, arrays: Arrays, out: Sequence[Any] | None
-             ) -> dict[str, Layout | None]:
-    """Return the layouts that the operator's checks want, by name."""
-    layouts = {name: None if x is None else library.layout(name, x) for name, x in arrays.items()}
-    if operator.strided_results:
-        given = iter(out or ())
-        for name in operator.strided_results:
-            there = arrays[name.removesuffix("_out")] is not None
-            x = next(given, None) if there else None
-            layouts[name] = None if x is None else library.layout("out", x)
-    return layouts
-
-
-def _must_copy(operator: Operator, name: str, layout: Layout | None) -> bool:
-    if layout is None or name in operator.any_strides:
-        return False
-    if not layout.unit_last:
-        return True
-    if name in operator.as_matrix:
-        from .configs.linear import collapsed
-
-        try:
-            collapsed(layout)
-        except ValueError:
-            return True
-    return False
-
-
-def _check_out(operator: Operator, library: Library, device: int, layouts: Mapping[str, Layout],
-               arrays: Arrays, out: Sequence[Any]) -> None:
-    """Check `out`: kind, device, shape, dtype, and that it overlaps nothing it must not."""
-    spans = [(name, x, _arrays.span(library, library.layout(name, x), x))
-             for name, x in arrays.items() if x is not None]
-    for i, (name, expected) in enumerate(layouts.items()):
-        given = out[i]
-        if given is None:
-            continue
-        label = "out" if len(layouts) == 1 else f"out[{i}] ({name})"
-        if _arrays.library_of({label: given}) is not library:
-            raise TypeError(f"{label} is a {type(given).__name__}; accepted is an array of the "
-                            f"inputs' library, {library.name}")
-        layout = library.layout(label, given)
-        if library.on_device and library.device(given) != device:
-            raise ValueError(f"{label} is on device {library.device(given)}; accepted is device "
-                             f"{device}, that of the inputs")
-        if layout.dtype != expected.dtype:
-            raise TypeError(f"{label} has dtype {FLOAT_NAMES[layout.dtype]}; accepted is "
-                            f"{FLOAT_NAMES[expected.dtype]}")
-        if layout.shape != expected.shape:
-            raise ValueError(f"{label} has shape {layout.shape}; accepted is {expected.shape}")
-        if any(n > 1 and s == 0 for n, s in zip(layout.shape, layout.strides)):
-            raise ValueError(f"{label} has strides {layout.strides}; accepted is an array whose "
-                             "elements do not share memory")
-        low, high = _arrays.span(library, layout, given)
-        for other, x, (a, b) in spans:
-            if low < b and a < high and not (operator.strided_results and other == name[:-4]
-                                             and low == a and high == b
-                                             and library.layout(other, x) == layout):
-                raise ValueError(f"{label} overlaps {other} in memory; accepted is an array of "
-                                 "its own" + (", or exactly the input it replaces"
-                                              if operator.strided_results else ""))
-        spans.append((label, given, (low, high)))
-
-
-def _call_reference(operator: Operator, library: Library, arrays: Arrays, options: tuple,
-                    out: Sequence[Any] | None, scalars: Mapping[str, Any],
-                    constants: Mapping[str, np.ndarray]) -> tuple[Any, ...]:
-    if _stopping.get():
-        raise _Stopped(Request(operator, library, -1, arrays, options, out, constants))
-    layouts = _layouts(operator, library, arrays, out)
-    problem = operator.problem(layouts, options)
-    results = operator.results(problem)
-    if out is not None:
-        _check_out(operator, library, -1, results, arrays, out)
-    if nothing_to_do(operator, layouts, results):
-        values: Sequence[np.ndarray | None] = [library.zeros(r, -1) for r in results.values()]
-    else:
-        values = operator.reference(arrays, problem, {**scalars, **constants})
-    finished = []
-    for i, (value, layout) in enumerate(zip(values, results.values())):
-        target = out[i] if out is not None and out[i] is not None else library.empty(layout, -1)
-        with np.errstate(over="ignore", invalid="ignore"):  # rounding to 16 bits may overflow
-            target[...] = np.asarray(value).astype(target.dtype)
-        finished.append(target)
-    return tuple(finished)
-
-
-def _call_foreign(operator: Operator, arrays: Arrays, options: tuple, out: Sequence[Any] | None,
-                  scalars: Mapping[str, Any], constants: Mapping[str, np.ndarray]
-                  ) -> tuple[Any, ...]:
-    foreign = _arrays._foreign_library()
-    like = next(x for x in arrays.values() if x is not None)
-    adopted = {name: None if x is None else foreign.adopt(name, x) for name, x in arrays.items()}
-    if out is not None and any(x is not None for x in out):
-        raise TypeError("out is accepted for NumPy, CuPy and torch arrays only; "
-                        f"the inputs are {type(like).__module__} arrays")
-    results = call(operator, adopted, options, scalars=scalars, constants=constants)
-    return tuple(foreign.give_back(x, like) for x in results)
-
-
 # ---------------------------------------------------------------------------------- diagnostics
 
 _DEBUG = os.environ.get("CUPYATTN_DEBUG", "0") not in ("", "0")
 _SYNC = os.environ.get("CUPYATTN_SYNC", "0") not in ("", "0")
+_VERBOSE = _DEBUG or _SYNC
 
 
 def _report(prepared: Prepared) -> None:
-    print(f"cupyattn: {prepared.operator.name} by row {prepared.row.name}, scratch "
-          f"{prepared.scratch_bytes} bytes", file=sys.stderr)
-    for launch in prepared._launches:
-        step, compiled = launch.step, launch.compiled
-        print(f"cupyattn:   {step.kernel.name} grid {step.grid} block {step.kernel.threads} "
-              f"shared {step.shared} registers {compiled.registers} local "
-              f"{compiled.local_bytes} bytes", file=sys.stderr)
+    if _DEBUG:
+        assert prepared.row is not None
+        print(f"cupyattn: row {prepared.row.name}, scratch {prepared.scratch_bytes} bytes",
+              file=sys.stderr)
+        for launch in prepared.launches:
+            step, compiled = launch.step, launch.compiled
+            print(f"cupyattn:   {step.kernel.name} grid {step.grid} block {step.kernel.threads} "
+                  f"shared {step.shared} registers {compiled.registers} local "
+                  f"{compiled.local_bytes} bytes", file=sys.stderr)
+    if _SYNC:
+        from cupy.cuda import runtime
+
+        runtime.deviceSynchronize()

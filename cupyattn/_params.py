@@ -43,7 +43,8 @@ STRUCTS: dict[str, np.dtype] = {
         ("k_out_stride", "i8", 3), ("cos_stride", "i8", 3), ("sin_stride", "i8", 3),
         ("position_stride", "i8", 2), ("batch", "i8"), ("seq", "i8"), ("table", "i8"),
         ("offset", "i8"), ("q_heads", "i4"), ("k_heads", "i4"), ("head_dim", "i4"),
-        ("rotary_dim", "i4"), ("table_step", "i4"), ("inverse", "i4")),
+        ("rotary_dim", "i4"), ("table_step", "i4"), ("inverse", "i4"), ("interleaved", "i4"),
+        ("wide_positions", "i4")),
 }
 
 

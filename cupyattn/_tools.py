@@ -186,7 +186,7 @@ def explain(op, *arrays, **options) -> Explanation:
         As the operator.
     """
     request = _launch.request_of(_function(op), arrays, options)
-    operator, device, layouts = request.operator, request.device, request.layouts()
+    operator, layouts = request.operator, request.layouts()
     problem = operator.problem(layouts, request.options)
     results = operator.results(problem)
     moved = sum(x.nbytes for x in (*(layouts[name] for name in request.arrays),
@@ -196,8 +196,9 @@ def explain(op, *arrays, **options) -> Explanation:
         return Explanation(operator.name, "reference", {}, [], 0, moved, flops, None, "NumPy",
                            ["NumPy arrays run the float64 reference; pass CuPy arrays or torch "
                             "CUDA tensors for the kernels"])
+    device = _arrays.common_device(request.library, request.arrays)
     properties = _device.device(device)
-    if _launch.nothing_to_do(operator, layouts, results):
+    if request.nothing_to_do(layouts, results):
         return Explanation(operator.name, "none", {}, [], 0, moved, 0, 0.0, properties.name,
                            ["the results are empty or zero: nothing is launched"])
     refused: dict[str, str] = {}
@@ -239,8 +240,11 @@ def warmup(op, *arrays, **options) -> list[str]:
     request = _launch.request_of(_function(op), arrays, options)
     if not request.library.on_device:
         return []
-    prepared = request.prepare()
-    return [step.kernel.name for step in prepared.program.steps] if prepared else []
+    import cupy
+
+    device = _arrays.common_device(request.library, request.arrays)
+    with cupy.cuda.Device(device):
+        return [launch.step.kernel.name for launch in _launch.Prepared(request, device).launches]
 
 
 def show_config(file=None) -> None:

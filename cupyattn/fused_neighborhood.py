@@ -79,17 +79,17 @@ def fused_neighborhood_attention(hidden_states, q_weight, k_weight, v_weight, ou
     (1, 9, 8)
     """
     return_residuals = _checks.boolean("return_residuals", return_residuals)
-    arrays = dict(zip(_INPUTS, (hidden_states, q_weight, k_weight, v_weight, out_weight, q_bias,
-                                k_bias, v_bias, out_bias)))
-    options, tables = _options(hidden_states, num_heads, num_kv_heads, kernel_size, dilation,
-                               stride, is_causal, scale, boundary, rope, precision,
-                               return_residuals)
+    cos, sin, interleaved = _rotation(rope)
+    arrays = (hidden_states, q_weight, k_weight, v_weight, out_weight, q_bias, k_bias, v_bias,
+              out_bias, cos, sin)
+    options = (num_heads, num_kv_heads, kernel_size, dilation, stride, is_causal, scale, boundary,
+               interleaved, precision, return_residuals)
     if return_residuals and out is not None:
         y, residuals = _checks.outputs(out, 2)
         out = (y, *(_checks.outputs(residuals, len(_RESIDUALS)) or (None,) * len(_RESIDUALS)))
     else:
         out = _checks.outputs(out, 1)
-    y, *residuals = call(FORWARD, {**arrays, **tables}, options, out=out)
+    y, *residuals = call(FORWARD, arrays, options, out)
     return (y, tuple(residuals)) if return_residuals else y
 
 
@@ -132,45 +132,47 @@ def fused_neighborhood_attention_backward(dy, hidden_states, q_weight, k_weight,
     if len(residuals) != len(_RESIDUALS):
         raise ValueError(f"residuals has {len(residuals)} entries; accepted are the "
                          f"{len(_RESIDUALS)} that the forward returned")
-    options, tables = _options(hidden_states, num_heads, num_kv_heads, kernel_size, dilation,
-                               stride, is_causal, scale, boundary, rope, precision, True)
-    arrays = {"dy": dy, **dict(zip(_INPUTS, (hidden_states, q_weight, k_weight, v_weight,
-                                             out_weight, q_bias, k_bias, v_bias, out_bias))),
-              **tables, **dict(zip(_RESIDUALS, residuals))}
-    present = [arrays[name] is not None for name in _INPUTS]
+    cos, sin, interleaved = _rotation(rope)
+    given = (hidden_states, q_weight, k_weight, v_weight, out_weight, q_bias, k_bias, v_bias,
+             out_bias)
+    options = (num_heads, num_kv_heads, kernel_size, dilation, stride, is_causal, scale, boundary,
+               interleaved, precision, True)
+    out = _checks.outputs(out, len(given))
     if out is not None:
-        out = _checks.outputs(out, len(_INPUTS))
-        out = tuple(x for x, there in zip(out, present) if there)
-    results = iter(call(BACKWARD, arrays, options, out=out))
-    return tuple(next(results) if there else None for there in present)
+        out = tuple(target for target, x in zip(out, given) if x is not None)
+    results = iter(call(BACKWARD, (dy, *given, cos, sin, *residuals), options, out))
+    return tuple(None if x is None else next(results) for x in given)
 
 
-def _options(x, num_heads, num_kv_heads, kernel_size, dilation, stride, is_causal, scale,
-             boundary, rope, precision, return_residuals) -> tuple[tuple, dict[str, Any]]:
-    rank = _checks.space_rank("hidden_states", x, 2)
-    cos, sin, interleaved = None, None, False
-    if rope is not None:
-        if not isinstance(rope, (tuple, list)):
-            raise TypeError(f"rope is a {type(rope).__name__}; accepted are (cos, sin) and "
-                            "(cos, sin, interleaved)")
-        if len(rope) not in (2, 3):
-            raise ValueError(f"rope has {len(rope)} entries; accepted are (cos, sin) and "
-                             "(cos, sin, interleaved)")
-        cos, sin = rope[:2]
-        interleaved = _checks.boolean("rope[2]", rope[2]) if len(rope) == 3 else False
-        for i, x in enumerate((cos, sin)):
-            if x is None:
-                raise TypeError(f"rope[{i}] is None; accepted is an array")
-    options = (_checks.integer("num_heads", num_heads),
-               None if num_kv_heads is None else _checks.integer("num_kv_heads", num_kv_heads),
-               _checks.per_axis("kernel_size", kernel_size, rank),
-               _checks.per_axis("dilation", dilation, rank),
-               _checks.per_axis("stride", stride, rank),
-               _checks.per_axis("is_causal", is_causal, rank, _checks.boolean),
-               _checks.scale(scale),
-               _checks.choice("boundary", boundary, ("shift", "clip")), interleaved,
-               _checks.choice("precision", precision, ("fp32", "tf32")), return_residuals)
-    return options, {"cos": cos, "sin": sin}
+def _rotation(rope) -> tuple[Any, Any, bool]:
+    """Return cos, sin and interleaved; None and False without rotation."""
+    if rope is None:
+        return None, None, False
+    if not isinstance(rope, (tuple, list)):
+        raise TypeError(f"rope is a {type(rope).__name__}; accepted are (cos, sin) and "
+                        "(cos, sin, interleaved)")
+    if len(rope) not in (2, 3):
+        raise ValueError(f"rope has {len(rope)} entries; accepted are (cos, sin) and "
+                         "(cos, sin, interleaved)")
+    for i, x in enumerate(rope[:2]):
+        if x is None:
+            raise TypeError(f"rope[{i}] is None; accepted is an array")
+    return rope[0], rope[1], _checks.boolean("rope[2]", rope[2]) if len(rope) == 3 else False
+
+
+def _normalise(hidden_states, options: tuple) -> tuple[Any, ...]:
+    (num_heads, num_kv_heads, kernel_size, dilation, stride, is_causal, scale, boundary,
+     interleaved, precision, return_residuals) = options
+    rank = _checks.space_rank("hidden_states", hidden_states, 2)
+    return (_checks.integer("num_heads", num_heads),
+            None if num_kv_heads is None else _checks.integer("num_kv_heads", num_kv_heads),
+            _checks.per_axis("kernel_size", kernel_size, rank),
+            _checks.per_axis("dilation", dilation, rank),
+            _checks.per_axis("stride", stride, rank),
+            _checks.per_axis("is_causal", is_causal, rank, _checks.boolean),
+            _checks.scale(scale),
+            _checks.choice("boundary", boundary, ("shift", "clip")), interleaved,
+            _checks.choice("precision", precision, ("fp32", "tf32")), return_residuals)
 
 
 def _module(arrays: Mapping[str, Any], p: Problem) -> tuple[Any, ...]:
@@ -214,11 +216,15 @@ def _flops(problem: Problem, backward: bool) -> int:
 
 
 _ANY = frozenset({*WEIGHTS, *BIASES, "cos", "sin"})
-FORWARD = Operator("fused_neighborhood_fwd", configs.FORWARD, _checks.fused_neighborhood,
-                   _forward_results, _forward_reference, any_strides=_ANY,
-                   as_matrix=frozenset({"hidden_states"}), over="hidden_states",
-                   flops=lambda p: _flops(p, False))
-BACKWARD = Operator("fused_neighborhood_bwd", configs.BACKWARD, _checks.fused_neighborhood,
-                    _backward_results, _backward_reference, any_strides=_ANY,
-                    as_matrix=frozenset({"hidden_states", "dy"}), over="hidden_states",
-                    flops=lambda p: _flops(p, True))
+FORWARD = Operator(
+    name="fused_neighborhood_fwd", arrays=(*_INPUTS, "cos", "sin"), table=configs.FORWARD,
+    normalise=lambda arrays, options: _normalise(arrays[0], options),
+    problem=_checks.fused_neighborhood, results=_forward_results, reference=_forward_reference,
+    flops=lambda p: _flops(p, False), any_strides=_ANY,
+    as_matrix=frozenset({"hidden_states"}), over="hidden_states")
+BACKWARD = Operator(
+    name="fused_neighborhood_bwd", arrays=("dy", *_INPUTS, "cos", "sin", *_RESIDUALS),
+    table=configs.BACKWARD, normalise=lambda arrays, options: _normalise(arrays[1], options),
+    problem=_checks.fused_neighborhood, results=_backward_results,
+    reference=_backward_reference, flops=lambda p: _flops(p, True), any_strides=_ANY,
+    as_matrix=frozenset({"hidden_states", "dy"}), over="hidden_states")

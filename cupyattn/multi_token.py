@@ -63,9 +63,8 @@ def multi_token_attention(scores, weight, bias=None, *, groups=1, dilation=1, pa
     >>> cupyattn.multi_token_attention(scores, weight).shape
     (1, 2, 4, 4)
     """
-    return call(FORWARD, {"scores": scores, "weight": weight, "bias": bias},
-                _options(groups, dilation, padding, activation),
-                out=_checks.outputs(out, 1))[0]
+    return call(FORWARD, (scores, weight, bias), (groups, dilation, padding, activation),
+                _checks.outputs(out, 1))[0]
 
 
 def multi_token_attention_backward(dy, scores, weight, bias=None, *, groups=1, dilation=1,
@@ -95,13 +94,13 @@ def multi_token_attention_backward(dy, scores, weight, bias=None, *, groups=1, d
     TypeError, ValueError
         As the forward.
     """
-    arrays = {"dy": dy, "scores": scores, "weight": weight, "bias": bias}
-    results = call(BACKWARD, arrays, _options(groups, dilation, padding, activation),
-                   out=_checks.outputs(out, 3 if bias is not None else 2, 3))
-    return results if bias is not None else (*results, None)
+    results = call(BACKWARD, (dy, scores, weight, bias), (groups, dilation, padding, activation),
+                   _checks.outputs(out, 3 if bias is not None else 2, 3))
+    return tuple(results) if bias is not None else (*results, None)
 
 
-def _options(groups, dilation, padding, activation) -> tuple[Any, ...]:
+def _normalise(arrays, options: tuple) -> tuple[Any, ...]:
+    groups, dilation, padding, activation = options
     return (_checks.integer("groups", groups), _checks.per_axis("dilation", dilation, 2),
             _checks.choice("padding", padding, ("same", "causal")),
             _checks.choice("activation", activation, ("softmax", "sparsemax")))
@@ -140,7 +139,11 @@ def _flops(problem: Problem) -> int:
 
 
 _ANY = frozenset({"dy", "scores", "weight", "bias"})
-FORWARD = Operator("multi_token_fwd", configs.FORWARD, _checks.multi_token, _forward_results,
-                   _forward_reference, any_strides=_ANY, over="scores", flops=_flops)
-BACKWARD = Operator("multi_token_bwd", configs.BACKWARD, _checks.multi_token, _backward_results,
-                    _backward_reference, any_strides=_ANY, over="dy", flops=lambda p: 2 * _flops(p))
+FORWARD = Operator(
+    name="multi_token_fwd", arrays=("scores", "weight", "bias"), table=configs.FORWARD,
+    normalise=_normalise, problem=_checks.multi_token, results=_forward_results,
+    reference=_forward_reference, flops=_flops, any_strides=_ANY, over="scores")
+BACKWARD = Operator(
+    name="multi_token_bwd", arrays=("dy", "scores", "weight", "bias"), table=configs.BACKWARD,
+    normalise=_normalise, problem=_checks.multi_token, results=_backward_results,
+    reference=_backward_reference, flops=lambda p: 2 * _flops(p), any_strides=_ANY, over="dy")

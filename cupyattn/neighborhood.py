@@ -80,11 +80,9 @@ def neighborhood_attention(q, k, v, kernel_size, *, dilation=1, stride=1, is_cau
     (1, 6, 8, 2, 4)
     """
     return_lse = _checks.boolean("return_lse", return_lse)
-    options = (*_options(q, kernel_size, dilation, stride, is_causal, scale, boundary, precision),
-               return_lse)
-    results = call(FORWARD, {"q": q, "k": k, "v": v}, options,
-                   out=_checks.outputs(out, 1 + return_lse))
-    return results if return_lse else results[0]
+    options = (kernel_size, dilation, stride, is_causal, scale, boundary, precision, return_lse)
+    results = call(FORWARD, (q, k, v), options, _checks.outputs(out, 1 + return_lse))
+    return tuple(results) if return_lse else results[0]
 
 
 def neighborhood_attention_backward(dy, q, k, v, y, lse, kernel_size, *, dlse=None, dilation=1,
@@ -117,14 +115,12 @@ def neighborhood_attention_backward(dy, q, k, v, y, lse, kernel_size, *, dlse=No
     TypeError, ValueError, NotImplementedError
         As the forward.
     """
-    options = (*_options(q, kernel_size, dilation, stride, is_causal, scale, boundary, precision),
-               False)
-    arrays = {"dy": dy, "q": q, "k": k, "v": v, "y": y, "lse": lse, "dlse": dlse}
-    return call(BACKWARD, arrays, options, out=_checks.outputs(out, 3))
+    options = (kernel_size, dilation, stride, is_causal, scale, boundary, precision, False)
+    return tuple(call(BACKWARD, (dy, q, k, v, y, lse, dlse), options, _checks.outputs(out, 3)))
 
 
-def _options(q, kernel_size, dilation, stride, is_causal, scale, boundary, precision
-             ) -> tuple[Any, ...]:
+def _normalise(q, options: tuple) -> tuple[Any, ...]:
+    kernel_size, dilation, stride, is_causal, scale, boundary, precision, return_lse = options
     rank = _checks.space_rank("q", q, 3)
     return (_checks.per_axis("kernel_size", kernel_size, rank),
             _checks.per_axis("dilation", dilation, rank),
@@ -132,7 +128,8 @@ def _options(q, kernel_size, dilation, stride, is_causal, scale, boundary, preci
             _checks.per_axis("is_causal", is_causal, rank, _checks.boolean),
             _checks.scale(scale),
             _checks.choice("boundary", boundary, ("shift", "clip")),
-            _checks.choice("precision", precision, ("fp32", "tf32")))
+            _checks.choice("precision", precision, ("fp32", "tf32")),
+            return_lse)
 
 
 def _window(problem: Problem) -> tuple[Any, ...]:
@@ -172,9 +169,14 @@ def pairs(problem: Problem) -> int:
         int((end - start).sum()) for start, end in windows)
 
 
-_STATISTICS = frozenset({"lse", "dlse"})
-FORWARD = Operator("neighborhood_fwd", configs.FORWARD, _checks.neighborhood, _forward_results,
-                   _forward_reference, over="q")
-BACKWARD = Operator("neighborhood_bwd", configs.BACKWARD, _checks.neighborhood,
-                    _backward_results, _backward_reference, any_strides=_STATISTICS, over="dy",
-                    flops=lambda p: 2 * pairs(p) * (3 * p.head_dim + 2 * p.value_dim))
+FORWARD = Operator(
+    name="neighborhood_fwd", arrays=("q", "k", "v"), table=configs.FORWARD,
+    normalise=lambda arrays, options: _normalise(arrays[0], options),
+    problem=_checks.neighborhood, results=_forward_results, reference=_forward_reference,
+    flops=lambda p: 2 * pairs(p) * (p.head_dim + p.value_dim), over="q")
+BACKWARD = Operator(
+    name="neighborhood_bwd", arrays=("dy", "q", "k", "v", "y", "lse", "dlse"),
+    table=configs.BACKWARD, normalise=lambda arrays, options: _normalise(arrays[1], options),
+    problem=_checks.neighborhood, results=_backward_results, reference=_backward_reference,
+    flops=lambda p: 2 * pairs(p) * (3 * p.head_dim + 2 * p.value_dim),
+    any_strides=frozenset({"lse", "dlse"}), over="dy")

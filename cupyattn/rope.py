@@ -78,37 +78,31 @@ def rope(q, k, cos, sin, *, rotary_dim=None, interleaved=False, position_ids=Non
     >>> [x.shape for x in cupyattn.rope(q, k, cos, sin)]
     [(1, 8, 5, 16), (1, 2, 5, 16)]
     """
-    interleaved = _checks.boolean("interleaved", interleaved)
-    inverse = _checks.boolean("inverse", inverse)
-    layout = _checks.choice("layout", layout, _LAYOUTS)
-    if rotary_dim is not None:
-        rotary_dim = _checks.integer("rotary_dim", rotary_dim)
-    given = q if q is not None else k
-    if given is None:
-        raise TypeError("q and k are both None; accepted is at least one array")
-    for name, x in (("cos", cos), ("sin", sin)):
-        if x is None:
-            raise TypeError(f"{name} is None; accepted is an array")
-    offset, offsets = _offsets(offset)
-    present = [x is not None for x in (q, k)]
-    out = _checks.outputs(out, 2)
+    if cos is None or sin is None:
+        raise TypeError(f"{'cos' if cos is None else 'sin'} is None; accepted is an array")
+    constants, offsets = None, None
+    if type(offset) is not int:
+        offset, offsets = _offsets(offset)
+        if offsets is not None:
+            constants = {"offsets": np.array(offsets, np.int64)}
     if out is not None:
-        for name, x, there in zip(("q", "k"), out, present):
-            if x is not None and not there:
-                raise ValueError(f"out has an array for {name}, which is None; accepted there is "
-                                 "None")
-        out = tuple(x for x, there in zip(out, present) if there)
-    arrays = {"q": q, "k": k, "cos": cos, "sin": sin, "position_ids": position_ids}
-    options = (rotary_dim, interleaved, inverse, layout, None if offsets is None else len(offsets))
-    shape, table = getattr(given, "shape", ()), getattr(cos, "shape", ())
-    if position_ids is None and len(shape) == 4 and len(table) in (2, 3) and 0 not in shape:
-        low, high = (offset, offset) if offsets is None else (min(offsets), max(offsets))
-        _checks.rope_rows(low, high + shape[2 if layout == "bhsd" else 1] - 1, table[-2])
-    results = iter(call(
-        ROPE, arrays, options, out=out,
-        scalars={"offset": offset},
-        constants=None if offsets is None else {"offsets": np.array(offsets, np.int64)}))
-    return tuple(next(results) if there else None for there in present)
+        out = _outputs(out, q, k)
+    options = (rotary_dim, interleaved, inverse, layout, offsets)
+    results = call(ROPE, (q, k, cos, sin, position_ids), options, out, (offset,), constants)
+    if k is None:
+        return results[0], None
+    return (None, results[0]) if q is None else tuple(results)
+
+
+def _outputs(out, q, k) -> tuple | None:
+    """Return the entries of `out` for the inputs that are there, or None."""
+    out = _checks.outputs(out, 2)
+    if out is None:
+        return None
+    for name, target, x in zip(("q", "k"), out, (q, k)):
+        if target is not None and x is None:
+            raise ValueError(f"out has an array for {name}, which is None; accepted there is None")
+    return tuple(target for target, x in zip(out, (q, k)) if x is not None)
 
 
 def rope_backward(dq, dk, cos, sin, *, rotary_dim=None, interleaved=False, position_ids=None,
@@ -217,6 +211,22 @@ def _offsets(offset) -> tuple[int, tuple[int, ...] | None]:
     return _checks.integer("offset", offset), None
 
 
+def _normalise(arrays, options: tuple) -> tuple[Any, ...]:
+    rotary_dim, interleaved, inverse, layout, offsets = options
+    return (None if rotary_dim is None else _checks.integer("rotary_dim", rotary_dim),
+            _checks.boolean("interleaved", interleaved), _checks.boolean("inverse", inverse),
+            _checks.choice("layout", layout, _LAYOUTS), offsets)
+
+
+def _verify(problem: Problem, scalars) -> None:
+    """Check the rows that the host knows: all of them without position_ids."""
+    if problem.position_ids is None:
+        batch, seq = problem.some.shape[:2]
+        if batch and seq:
+            low, high = problem.offsets or (scalars[0], scalars[0])
+            _checks.rope_rows(low, high + seq - 1, problem.cos.shape[1])
+
+
 def _results(problem: Problem) -> dict[str, Layout]:
     """The results in the caller's axis order."""
     return {f"{name}_out": Layout(layout.shape, layout.dtype)
@@ -240,8 +250,9 @@ def _reference(arrays: Mapping[str, Any], problem: Problem, scalars: Mapping[str
     return results
 
 
-ROPE = Operator("rope", configs.TABLE, _checks.rope, _results, _reference,
-                any_strides=frozenset({"cos", "sin", "position_ids"}),
-                strided_results=("q_out", "k_out"),
-                flops=lambda p: sum(3 * x.size * p.rotary_dim // x.shape[-1]
-                                    for x in p.given.values()))
+ROPE = Operator(
+    name="rope", arrays=("q", "k", "cos", "sin", "position_ids"), table=configs.TABLE,
+    normalise=_normalise, problem=_checks.rope, results=_results, reference=_reference,
+    flops=lambda p: sum(3 * x.size * p.rotary_dim // x.shape[-1] for x in p.given.values()),
+    any_strides=frozenset({"cos", "sin", "position_ids"}), strided_results=("q_out", "k_out"),
+    scalars=("offset",), verify=_verify)

@@ -3,8 +3,8 @@
 //   dP[c, i, j] = sum_{o, u, v} weight[o, c, u, v] * dy[o, i - u * d0 + r0, j - v * d1 + c0]
 //   softmax     d_scores = P * (dP - mean),  mean = sum over the row of P * dP
 //   sparsemax   d_scores = dP - mean where P > 0, else 0,  mean = that of dP where P > 0
-//   d_weight[o, c, u, v] = sum_{batch, i, j <= i} dy[o, i, j] * P[c, i + u * d0 - r0, j + v * d1 - c0]
-//   d_bias[o]            = sum_{batch, i, j <= i} dy[o, i, j]
+//   d_weight[o, c, u, v] = sum_{batch, i, j} dy[o, i, j] * P[c, i + u * d0 - r0, j + v * d1 - c0]
+//   d_bias[o]            = sum_{batch, i, j} dy[o, i, j];  all sums over j <= i only
 //
 // Shapes    scores, dy, weight: any strides;  d_scores, d_weight, d_bias: contiguous, shapes of
 //           scores, weight, bias;  d_bias may be absent

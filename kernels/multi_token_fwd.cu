@@ -1,8 +1,8 @@
 // multi_token_fwd.cu: multi-token attention, forward.
 //
-//   P[c, i, :] = softmax or sparsemax of scores[c, i, 0..i];   P = 0 for j > i and outside the matrix
-//   y[o, i, j] = bias[o] + sum_{c, u, v} weight[o, c, u, v] * P[c, i + u * d0 - r0, j + v * d1 - c0]
-//                for j <= i, else 0
+//   P[c, i, :] = softmax or sparsemax of scores[c, i, 0..i];  P = 0 for j > i, outside the matrix
+//   y[o, i, j] = sum_{c, u, v} weight[o, c, u, v] * P[c, i + u * d0 - r0, j + v * d1 - c0]
+//                + bias[o]  for j <= i, else 0;  c runs over the heads of o's group
 //
 // Shapes    scores (batch, heads_in, seq, seq), weight (heads_out, heads_in / groups, kh, kw),
 //           bias (heads_out) or absent: any strides;  y (batch, heads_out, seq, seq), contiguous
@@ -20,14 +20,14 @@
 //     |       | P   \         |
 //             +---------------+
 //
-// Memory    statistics: a row is read two to three times (sparsemax a few times more), from cache;
-//           convolution: every output reads its taps from cache; 16 to 128 bytes of shared memory
+// Memory    statistics: a row is read twice, for sparsemax several times, mostly from cache;
+//           convolution: neighbouring outputs read the same taps, from cache
 // Accuracy  sums in Accumulator<T>, nested (taps of a kernel row, rows, heads) to keep them short;
 //           one rounding at the end
 // Limits    (kh - 1) * d0 and (kw - 1) * d1 below 2^31
 // Config    T: element; kSparsemax: activation; kThreads
-// Sources   Golovneva et al., "Multi-Token Attention", 2025; sparsemax: Martins and Astudillo, 2016;
-//           the threshold by shrinking the support: Michelot, 1986
+// Sources   Golovneva et al., "Multi-Token Attention", 2025; sparsemax: Martins and Astudillo,
+//           2016; its threshold by shrinking the support: Michelot, 1986
 #include "common/params.cuh"
 #include "common/types.cuh"
 #include "common/reduce.cuh"

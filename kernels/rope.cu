@@ -18,20 +18,19 @@
 // In place  a thread reads both channels of its pair before it writes either
 // Accuracy  float32 (float64 for float64), one rounding; channels from rotary_dim on are copied
 // Limits    none on head_dim, rotary_dim (even), heads or seq; indices are 64-bit
-// Config    T: element; Table: element of cos and sin; Position: element of position_ids;
-//           kInterleaved: how pairs lie
+// Config    T: element; Table: element of cos and sin
 // Sources   Su et al., "RoFormer", 2021
 #include "common/params.cuh"
 #include "common/types.cuh"
 #include "common/reduce.cuh"
 
 // The table row of a token; it may lie outside the table.
-template <class Position>
-__device__ int64 table_row(const RopeParams& p, int64 item, int64 token) {
+__device__ inline int64 table_row(const RopeParams& p, int64 item, int64 token) {
   int64 position = token;
   if (p.position_ids) {
-    position = static_cast<const Position*>(
-        p.position_ids)[item * p.position_stride[0] + token * p.position_stride[1]];
+    int64 at = item * p.position_stride[0] + token * p.position_stride[1];
+    position = p.wide_positions ? static_cast<const int64*>(p.position_ids)[at]
+                                : static_cast<const int*>(p.position_ids)[at];
   }
   return position + (p.offsets ? static_cast<const int64*>(p.offsets)[item] : p.offset);
 }
@@ -56,8 +55,8 @@ __device__ void rotate_heads(const RopeParams& p, const typename Config::T* x, i
       if (p.inverse) {
         s = -s;
       }
-      int first = Config::kInterleaved ? 2 * pair : pair;
-      int second = Config::kInterleaved ? first + 1 : pair + pairs;
+      int first = p.interleaved ? 2 * pair : pair;
+      int second = p.interleaved ? first + 1 : pair + pairs;
       A a = widen(from[first]);
       A b = widen(from[second]);
       to[first] = narrow<T>(a * c - b * s);
@@ -91,7 +90,7 @@ __device__ void rope(const RopeParams& p) {
     T* q_out = static_cast<T*>(p.q_out) + item * p.q_out_stride[0] + token * p.q_out_stride[1];
     T* k_out = static_cast<T*>(p.k_out) + item * p.k_out_stride[0] + token * p.k_out_stride[1];
 
-    int64 row = table_row<typename Config::Position>(p, item, token);
+    int64 row = table_row(p, item, token);
     if (row < 0 || row >= p.table) {
       if (threadIdx.x == 0) {
         *p.fault = 1;  // any number of tokens may write the same 1

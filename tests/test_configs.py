@@ -85,7 +85,7 @@ def convolution(dtype, activation):
 
 def rotation(dtype, table):
     x, t = Layout((2, 5, 3, 16), dtype), Layout((1, 9, 8), table)
-    return rope.Problem(x, x, x, x, t, t, None, False, 16, False, False)
+    return rope.Problem(x, x, x, x, t, t, None, None, 16, False, False)
 
 
 def module(dtype, backward=False):

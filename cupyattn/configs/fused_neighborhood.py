@@ -92,7 +92,7 @@ class Problem:
                 for heads in (self.heads, self.kv_heads))
         width = self.cos.shape[-1]
         return rotary.Problem(
-            q, k, q, k, self.cos, self.sin, None, False,
+            q, k, q, k, self.cos, self.sin, None, None,
             self.head_dim if width == self.head_dim else 2 * width, self.interleaved, inverse)
 
 

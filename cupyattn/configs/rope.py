@@ -20,7 +20,8 @@ class Problem:
     cos: Layout
     sin: Layout
     position_ids: Layout | None  # [1 or batch, seq]; None: token t reads row t + offset
-    offsets: bool  # one offset per batch item, in the int64 buffer "offsets"
+    offsets: tuple[int, int] | None  # least and greatest of one offset per batch item, which are
+    # in the int64 buffer "offsets"; None: one offset, a scalar of the call
     rotary_dim: int
     interleaved: bool
     inverse: bool
@@ -58,7 +59,8 @@ def values(problem: Problem) -> dict[str, object]:
     out: dict[str, object] = {
         "batch": batch, "seq": seq, "table": problem.cos.shape[1], "head_dim": head_dim,
         "rotary_dim": problem.rotary_dim, "table_step": problem.table_step,
-        "inverse": int(problem.inverse), "cos_stride": shared(problem.cos),
+        "inverse": int(problem.inverse), "interleaved": int(problem.interleaved),
+        "cos_stride": shared(problem.cos),
         "sin_stride": shared(problem.sin)}
     for name in ("q", "k", "q_out", "k_out"):
         layout = getattr(problem, name)
@@ -67,6 +69,7 @@ def values(problem: Problem) -> dict[str, object]:
             out[f"{name[0]}_heads"] = layout.shape[2]
     if problem.position_ids is not None:
         out["position_stride"] = shared(problem.position_ids)
+        out["wide_positions"] = int(problem.position_ids.dtype == "i64")
     return out
 
 
@@ -94,19 +97,12 @@ class Plain(Row):
                 return f"{name} has stride {layout.strides[-1]} on head_dim, not 1"
         return None
 
-    def _kernel(self, interleaved: bool, position: str) -> Kernel:
-        form = "interleaved" if interleaved else "half_split"
-        return Kernel(name=f"rope__{self.name}__{form}_{position}", source="rope.cu",
-                      function="rope", params="RopeParams",
-                      config=(f"using T = {CTYPE[self.dtype]};",
-                              f"using Table = {CTYPE[self.table_dtype]};",
-                              f"using Position = {CTYPE[position]};",
-                              f"static constexpr bool kInterleaved = {str(interleaved).lower()};"),
-                      threads=self.THREADS)
-
     def kernels(self) -> tuple[Kernel, ...]:
-        return tuple(self._kernel(interleaved, position)
-                     for interleaved in (False, True) for position in ("i32", "i64"))
+        return (Kernel(name=f"rope__{self.name}", source="rope.cu", function="rope",
+                       params="RopeParams",
+                       config=(f"using T = {CTYPE[self.dtype]};",
+                               f"using Table = {CTYPE[self.table_dtype]};"),
+                       threads=self.THREADS),)
 
     def program(self, problem: Problem, device: Device) -> Program:
         constant = values(problem)
@@ -116,10 +112,8 @@ class Plain(Row):
             buffers.append("offsets")
         if problem.offsets or problem.position_ids is not None:
             buffers.append("fault")  # else the host knows every row and has checked it
-        position = problem.position_ids.dtype if problem.position_ids is not None else "i64"
         batch, seq = problem.some.shape[:2]
-        return Program((Step(self._kernel(problem.interleaved, position),
-                             (min(batch * seq, _MAX_GRID), 1, 1), constant,
+        return Program((Step(self.kernels()[0], (min(batch * seq, _MAX_GRID), 1, 1), constant,
                              {name: name for name in buffers}, {"offset": "offset"}),))
 
 

@@ -25,9 +25,11 @@ __device__ inline const T* row_start(const void* data, const int64 (&strides)[4]
 
 // The attention weights of one row of scores, computed from the scores when they are needed.
 // `shift` and `factor` are the row's statistics:
-//   softmax    shift = the largest score, factor = 1 / sum of exp(x - shift):  exp(x - shift) * factor
-//   sparsemax  shift = the smallest score with a weight, factor = its weight:      x - shift + factor
-// The sparsemax threshold is shift - factor, but kept apart the two lose nothing where weights are
+//   softmax    weight = exp(x - shift) * factor;  shift: the largest score of the row,
+//              factor: 1 / sum of exp(x - shift)
+//   sparsemax  weight = x - shift + factor where x >= shift, else 0;  shift: the smallest score
+//              that gets a weight, factor: that weight
+// The sparsemax threshold is shift - factor; kept apart, the two lose nothing where weights are
 // small. A row with a NaN, or without a largest finite score, has factor NaN, and NaN weights.
 template <class Config>
 struct AttentionRow {

@@ -75,4 +75,6 @@ struct RopeParams {
   int q_heads, k_heads, head_dim, rotary_dim;
   int table_step;                  // columns from one pair's angle to the next
   int inverse;                     // 1: negate the sine
+  int interleaved;                 // 1: pairs are (2i, 2i + 1), 0: (i, i + rotary_dim / 2)
+  int wide_positions;              // 1: position_ids are int64, 0: int32
 };
