@@ -402,6 +402,22 @@ def span(layout: Layout) -> tuple[int, int] | None:
     return sum(s for s in steps if s < 0), sum(s for s in steps if s > 0) + size
 
 
+class _Addressed:
+    """An address and a layout that NumPy can reason about; nothing is read there."""
+
+    def __init__(self, layout: Layout, address: int):
+        size = ITEMSIZE[layout.dtype]
+        self.__array_interface__ = {
+            "version": 3, "typestr": f"|V{size}", "data": (address, False),
+            "shape": layout.shape, "strides": tuple(s * size for s in layout.strides)}
+
+
+def share_memory(a: Layout, a_address: int, b: Layout, b_address: int) -> bool:
+    """Return whether two strided arrays have a byte in common."""
+    return np.shares_memory(np.asarray(_Addressed(a, a_address)),
+                            np.asarray(_Addressed(b, b_address)))
+
+
 def float_dtype(dtype: Any) -> str:
     """Return the tag of a float dtype given by name, by NumPy or by torch."""
     name = str(dtype).removeprefix("torch.")

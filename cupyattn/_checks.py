@@ -239,8 +239,7 @@ def fused_neighborhood(layouts: Layouts, options: tuple) -> fused_configs.Proble
     tokens = math.prod(space)
     if cos is not None and sin is not None:
         cos, sin, width = _tables(cos, sin, x.shape[0])
-        rotary_dim = head_dim if width == head_dim else 2 * width
-        _rotary_dim(rotary_dim, width, head_dim)
+        _rotary_dim(None, width, head_dim)
         if cos.shape[1] != tokens:
             raise ValueError(f"rope[0] has {cos.shape[1]} rows; expected {tokens}, one per token")
     named: Any = dict(zip((*fused_configs.WEIGHTS, *fused_configs.BIASES), weights + biases))
@@ -313,13 +312,21 @@ def _tables(cos: Layout, sin: Layout, batch: int) -> tuple[Layout, Layout, int]:
     return cos, sin, cos.shape[-1]
 
 
-def _rotary_dim(rotary_dim: int, width: int, head_dim: int) -> None:
-    if rotary_dim < 0 or rotary_dim % 2 or rotary_dim > head_dim:
-        raise ValueError(f"rotary_dim is {rotary_dim}; accepted is an even number from 0 to "
-                         f"head_dim = {head_dim}")
-    if width not in (rotary_dim, rotary_dim // 2):
-        raise ValueError(f"cos has width {width}; accepted is rotary_dim // 2 = {rotary_dim // 2} "
-                         f"or rotary_dim = {rotary_dim}")
+def _rotary_dim(given: int | None, width: int, head_dim: int) -> int:
+    """Return rotary_dim, from the tables' width where it is not given, or raise."""
+    if given is None:
+        rotary_dim = head_dim if width == head_dim else 2 * width
+        if rotary_dim > head_dim or rotary_dim % 2:
+            raise ValueError(f"cos has width {width}, which makes rotary_dim {rotary_dim}; "
+                             f"accepted is an even rotary_dim of at most head_dim = {head_dim}")
+        return rotary_dim
+    if given < 0 or given % 2 or given > head_dim:
+        raise ValueError(f"rotary_dim is {given}; accepted is an even number from 0 to head_dim = "
+                         f"{head_dim}")
+    if width not in (given, given // 2):
+        raise ValueError(f"cos has width {width}; accepted is rotary_dim // 2 = {given // 2} or "
+                         f"rotary_dim = {given}")
+    return given
 
 
 def heads_after_seq(layout: Layout | None, layout_name: str) -> Layout | None:
@@ -355,9 +362,7 @@ def rope(layouts: Layouts, options: tuple) -> rope_configs.Problem:
     if head_dim == 0:
         raise ValueError(f"head_dim is 0; accepted is {form} with head_dim of at least 1")
     cos, sin, width = _tables(cos, sin, batch)
-    if rotary_dim is None:
-        rotary_dim = head_dim if width == head_dim else 2 * width
-    _rotary_dim(rotary_dim, width, head_dim)
+    rotary_dim = _rotary_dim(rotary_dim, width, head_dim)
     ids = layouts["position_ids"]
     if ids is not None:
         if ids.dtype not in ("i32", "i64"):

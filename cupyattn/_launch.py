@@ -143,13 +143,13 @@ def _first_call(operator: Operator, arrays: Sequence[Any], options: tuple,
                       tuple(scalars), constants or {})
     if _stopping.get():
         raise _Stopped(request)
-    if not library.on_device:
-        return _call_reference(request)
     for name, x in named.items():
         if x is not None:
             library.usable(name, x)
     if out is not None:
         _check_out_kinds(request)
+    if not library.on_device:
+        return _call_reference(request)
     device = _arrays.common_device(library, named)
     import cupy
 
@@ -376,43 +376,52 @@ class Prepared:
 
 
 class OutCheck:
-    """What must hold for the `out` of a kind of call: address ranges that stay apart."""
+    """What must hold for the `out` of a kind of call: memory that stays apart from the rest."""
 
     def __init__(self, request: Request, inputs: Sequence[Layout | None],
                  results: Mapping[str, Layout]):
         operator, out = request.operator, request.out or (None,) * len(results)
-        self._names, self._labels = operator.arrays, _labels(list(results))
-        self._input_spans = [None if x is None else _arrays.span(x) for x in inputs]
-        self._spans: list[tuple[int, int] | None] = []
-        self._replaces: list[int] = []  # number of the input that a result may be, or -1
-        self.direct: list[bool] = []  # whether kernels can write this `out` itself
-        for name, expected, x in zip(results, results.values(), out):
-            layout = None if x is None else request.library.layout("out", x)
-            self._spans.append(None if layout is None else _arrays.span(layout))
-            strided = name in operator.strided_results
-            self.direct.append(layout is None or strided or layout.strides == expected.strides)
-            twin = operator.arrays.index(name.removesuffix("_out")) if strided else -1
-            of_twin = inputs[twin] if strided else None
-            same = (layout is not None and of_twin is not None
-                    and layout.strides == of_twin.strides)
-            self._replaces.append(twin if same else -1)
+        outs = [None if x is None else request.library.layout("out", x) for x in out]
+        self._labels = [*operator.arrays, *_labels(list(results))]
+        self._layouts = [*inputs, *outs]
+        self._spans = [None if x is None else _arrays.span(x) for x in self._layouts]
+        self._first_out = len(inputs)
+        # Whether kernels can write an `out` itself, and the input that it may be, or -1.
+        self.direct = [given is None or name in operator.strided_results
+                       or given.strides == results[name].strides
+                       for name, given in zip(results, outs)]
+        self._twin = [operator.arrays.index(name.removesuffix("_out"))
+                      if name in operator.strided_results else -1 for name in results]
 
     def check(self, inputs: Sequence[int], outs: Sequence[int]) -> None:
         """Raise if an `out` shares memory with an input, or with another `out`."""
-        ranges = [(address + span[0], address + span[1], i)
-                  for i, (address, span) in enumerate(zip(inputs, self._input_spans)) if span]
-        for i, span in enumerate(self._spans):
+        addresses = [*inputs, *outs]
+        for i in range(self._first_out, len(addresses)):
+            span = self._spans[i]
             if span is None:
                 continue
-            low, high = outs[i] + span[0], outs[i] + span[1]
-            for a, b, other in ranges:
-                if low < b and a < high and not (other == self._replaces[i] and low == a):
-                    what = self._names[other] if other >= 0 else self._labels[-other - 1]
-                    raise ValueError(
-                        f"{self._labels[i]} overlaps {what} in memory; accepted is an array of its "
-                        "own" + (", or exactly the input it replaces"
-                                 if self._replaces[i] >= 0 else ""))
-            ranges.append((low, high, -i - 1))
+            low, high = addresses[i] + span[0], addresses[i] + span[1]
+            for j in range(i):
+                other = self._spans[j]
+                if (other is not None and low < addresses[j] + other[1]
+                        and addresses[j] + other[0] < high):
+                    self._overlap(i, j, addresses)
+
+    def _overlap(self, i: int, j: int, addresses: Sequence[int]) -> None:
+        """Raise, unless `i` is exactly the input it replaces and that one is apart from `j`.
+
+        Inputs that interleave, such as two slices of a packed array, may be replaced in place.
+        """
+        twin = self._twin[i - self._first_out]
+        a, b = self._layouts[i], self._layouts[j]
+        assert a is not None and b is not None
+        replaced = self._layouts[twin] if twin >= 0 else None
+        in_place = (replaced is not None and a.strides == replaced.strides
+                    and addresses[i] == addresses[twin])
+        if not in_place or (j != twin and _arrays.share_memory(a, addresses[i], b, addresses[j])):
+            raise ValueError(
+                f"{self._labels[i]} overlaps {self._labels[j]} in memory; accepted is an array of "
+                "its own" + (", or exactly the input it replaces" if twin >= 0 else ""))
 
 
 class Launch:
@@ -530,7 +539,6 @@ def _call_reference(request: Request) -> list[Any]:
         operator.verify(problem, request.scalars)
     results = operator.results(problem)
     if out is not None:
-        _check_out_kinds(request)
         _check_out(request, results, -1)
         OutCheck(request, [layouts[name] for name in operator.arrays], results).check(
             *([0 if x is None else library.pointer(x) for x in some]

@@ -77,9 +77,9 @@ def na_bwd(q, k, v, dy, kernel_size, dilation=1, stride=1, causal=False, boundar
     def shared(x):
         return x.reshape(x.shape[0], kv_heads, heads // kv_heads, *x.shape[2:]).sum(2)
 
-    results = (_heads_last(d_scores @ kk, q), _heads_last(shared(d_scores.swapaxes(-1, -2) @ qq), k),
-               _heads_last(shared(weights.swapaxes(-1, -2) @ dd), v))
-    return tuple(x.astype(q.dtype) for x in results)
+    dk, dv = shared(d_scores.swapaxes(-1, -2) @ qq), shared(weights.swapaxes(-1, -2) @ dd)
+    return tuple(_heads_last(x, like).astype(q.dtype)
+                 for x, like in ((d_scores @ kk, q), (dk, k), (dv, v)))
 
 
 def mta(scores, weight, bias=None, groups=1, dilation=1, padding="same", activation="softmax"):

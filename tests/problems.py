@@ -8,14 +8,57 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import cupyattn
 import numpy as np
 import oracle
 import plain
-from kinds import DTYPES, lower, mk, wide
-from tolerance import agree
+from kinds import DTYPES, Guard, capture, lower, mk, raw, wide
+from tolerance import agree, identical
+
+
+def once(method):
+    """Compute a method's result once for each problem and dtype."""
+    results = {}
+
+    @functools.wraps(method)
+    def remembered(*arguments):
+        if arguments not in results:
+            results[arguments] = method(*arguments)
+        return results[arguments]
+
+    return remembered
+
+
+@dataclass(frozen=True)
+class Call:
+    """A public function with its arguments; calling it gives the tuple of its results."""
+
+    function: Callable
+    arrays: tuple
+    options: dict
+
+    def __call__(self, out=None):
+        if out is not None and self.function is cupyattn.multi_token_attention:
+            (out,) = out
+        results = self.function(*self.arrays, **self.options, out=out)
+        return results if isinstance(results, tuple) else (results,)
+
+    def explain(self):
+        """Which row does this."""
+        return cupyattn.explain(self.function, *self.arrays, **self.options)
+
+    def plan(self):
+        """The same call, captured."""
+        return cupyattn.plan(self.function, *self.arrays, **self.options)
+
+
+def flat(*values):
+    """All arrays inside nested tuples, None left out."""
+    return [y for x in values for y in (flat(*x) if isinstance(x, tuple) else [x])
+            if y is not None]
 
 
 def check(problem, kind, dtype, put=None, row=""):
@@ -23,10 +66,11 @@ def check(problem, kind, dtype, put=None, row=""):
     hold(problem, dtype, problem.run(kind, dtype, put), row)
 
 
-def hold(problem, dtype, ours, row=""):
-    """Hold results (NumPy arrays in the order of `problem.results`) to the rule."""
+def hold(problem, dtype, ours, row="", part=slice(None)):
+    """Hold results (NumPy arrays in the order of `problem.results[part]`) to the rule."""
     named = {}
-    for name, *values in zip(problem.results, ours, problem.exact(dtype), problem.plain(dtype)):
+    for name, *values in zip(problem.results[part], ours, problem.exact(dtype)[part],
+                             problem.plain(dtype)[part]):
         if values[1] is None:
             assert values[0] is None, f"{problem.name}: {name} is not None"
             continue
@@ -55,6 +99,7 @@ class Neighborhood:
     """One call of neighborhood_attention."""
 
     results = ("y", "lse", "dq", "dk", "dv")
+    forward_results = 2
     together = {}
 
     name: str
@@ -84,7 +129,7 @@ class Neighborhood:
         return dict(kernel_size=self.kernel_size, dilation=self.dilation, stride=self.stride,
                     causal=self.causal, boundary=self.boundary, scale=self.scale)
 
-    @functools.lru_cache(maxsize=256)
+    @once
     def inputs(self, dtype):
         """q, k, v, dy and dlse."""
         kv_heads = self.kv_heads or self.heads
@@ -95,14 +140,14 @@ class Neighborhood:
         arrays = [mk(seed, at + shape, dtype) for seed, shape in enumerate(shapes)]
         return (*arrays, mk(4, at + (self.heads,), "f64" if dtype == "f64" else "f32"))
 
-    @functools.lru_cache(maxsize=256)
+    @once
     def exact(self, dtype):
         """y, lse, dq, dk, dv; the gradients through lse included."""
         q, k, v, dy, dlse = self.inputs(dtype)
         options = dict(self.arguments, wide=wide(dtype))
         return (*oracle.na(q, k, v, **options), *oracle.na_bwd(q, k, v, dy, dlse=dlse, **options))
 
-    @functools.lru_cache(maxsize=256)
+    @once
     def plain(self, dtype):
         """The same from the textbook sequence."""
         q, k, v, dy, dlse = self.inputs(dtype)
@@ -110,26 +155,20 @@ class Neighborhood:
                 *plain.na_bwd(q, k, v, dy, dlse=dlse, **self.arguments))
 
     def calls(self, kind, dtype, put=None):
-        """Return functions of `out` for forward and backward, and the arrays that they read."""
+        """Return the forward and the backward on arrays of a kind."""
         q, k, v, dy, dlse = placed(self.inputs(dtype), put or kind.put)
-        y, lse = cupyattn.neighborhood_attention(q, k, v, self.kernel_size, return_lse=True,
-                                                 **self.options)
+        forward = Call(cupyattn.neighborhood_attention, (q, k, v, self.kernel_size),
+                       dict(self.options, return_lse=True))
+        y, lse = forward()
         if put is not None:
-            lse = placed(kind.get(lse), put)
-
-        def forward(out=None):
-            return cupyattn.neighborhood_attention(q, k, v, self.kernel_size, return_lse=True,
-                                                   out=out, **self.options)
-
-        def backward(out=None):
-            return cupyattn.neighborhood_attention_backward(
-                dy, q, k, v, y, lse, self.kernel_size, dlse=dlse, out=out, **self.options)
-
-        return forward, backward, (q, k, v, dy, dlse, y, lse)
+            y, lse = placed(lower(kind, (y, lse)), put)
+        return forward, Call(cupyattn.neighborhood_attention_backward,
+                             (dy, q, k, v, y, lse, self.kernel_size),
+                             dict(self.options, dlse=dlse))
 
     def run(self, kind, dtype, put=None):
         """Every result, as NumPy arrays."""
-        forward, backward, _ = self.calls(kind, dtype, put)
+        forward, backward = self.calls(kind, dtype, put)
         return lower(kind, (*forward(), *backward()))
 
 
@@ -179,8 +218,8 @@ NEIGHBORHOOD_FEW = tuple(p for p in NEIGHBORHOOD if p.name in (
 
 def neighborhood_of_size(head_dim, value_dim=None):
     """Return a problem of any head_dim."""
-    return Neighborhood(f"d{head_dim}", "this head_dim", (37,), 5, heads=2, kv_heads=1,
-                        head_dim=head_dim, value_dim=value_dim, dilation=2)
+    return Neighborhood(f"d{head_dim}_{value_dim or head_dim}", "this head_dim", (37,), 5, heads=2,
+                        kv_heads=1, head_dim=head_dim, value_dim=value_dim, dilation=2)
 
 
 # --- fused module ----------------------------------------------------------------------------
@@ -194,6 +233,7 @@ class Fused:
                "d_q_bias", "d_k_bias", "d_v_bias", "d_out_bias")
     # One array in a packed projection. On its own d_k_bias is 0 but for rounding: adding a vector
     # to every key changes no softmax; two roundings of 0 cannot be held against each other.
+    forward_results = 1
     together = {f"d_{x}_bias": "d_qkv_bias" for x in "qkv"}
 
     name: str
@@ -220,7 +260,7 @@ class Fused:
                     stride=self.stride, is_causal=self.causal, boundary=self.boundary,
                     scale=self.scale)
 
-    @functools.lru_cache(maxsize=256)
+    @once
     def inputs(self, dtype):
         """x, the weights, the biases, dy; weights keep projections near unit variance."""
         kv = self.kv_heads or self.heads
@@ -233,7 +273,7 @@ class Fused:
                        for i, (s, letter) in enumerate(zip(shapes, "qkvo")))
         return x, weights, biases, dy
 
-    @functools.lru_cache(maxsize=256)
+    @once
     def tables(self, dtype):
         """cos and sin in the half form, one row per token; None without rotation."""
         if not self.rope:
@@ -259,7 +299,7 @@ class Fused:
                     kernel_size=self.kernel_size, dilation=self.dilation, stride=self.stride,
                     causal=self.causal, boundary=self.boundary, scale=self.scale)
 
-    @functools.lru_cache(maxsize=256)
+    @once
     def exact(self, dtype):
         """y and the nine gradients."""
         x, weights, biases, dy = self.inputs(dtype)
@@ -267,7 +307,7 @@ class Fused:
         return (oracle.fused(x, weights, biases, **options),
                 *oracle.fused_bwd(x, weights, biases, dy, **options))
 
-    @functools.lru_cache(maxsize=256)
+    @once
     def plain(self, dtype):
         """The same from the textbook sequence."""
         x, weights, biases, dy = self.inputs(dtype)
@@ -276,32 +316,20 @@ class Fused:
                 *plain.fused_bwd(x, weights, biases, dy, **options))
 
     def calls(self, kind, dtype, put=None):
-        """Return functions of `out` for forward and backward, and the arrays that they read.
-
-        The forward's are y and the residuals.
-        """
+        """Return the forward (y and the residuals) and the backward on arrays of a kind."""
         put = put or kind.put
         x, weights, biases, dy = placed(self.inputs(dtype), put)
         options = dict(self.options, kernel_size=self.kernel_size,
                        rope=placed(self.rope_argument(dtype), put))
-        _, residuals = cupyattn.fused_neighborhood_attention(
-            x, *weights, *biases, return_residuals=True, **options)
-
-        def forward(out=None):
-            return cupyattn.fused_neighborhood_attention(
-                x, *weights, *biases, return_residuals=True, out=out, **options)
-
-        def backward(out=None):
-            return cupyattn.fused_neighborhood_attention_backward(
-                dy, x, *weights, *biases, residuals, out=out, **options)
-
-        given = [a for a in (x, *weights, *biases, dy, *residuals) if a is not None]
-        return forward, backward, tuple(given)
+        forward = Call(cupyattn.fused_neighborhood_attention, (x, *weights, *biases),
+                       dict(options, return_residuals=True))
+        return forward, Call(cupyattn.fused_neighborhood_attention_backward,
+                             (dy, x, *weights, *biases, forward()[1]), options)
 
     def run(self, kind, dtype, put=None):
         """Every result, as NumPy arrays."""
-        forward, backward, _ = self.calls(kind, dtype, put)
-        return lower(kind, (forward()[0], *backward()))
+        forward, backward = self.calls(kind, dtype, put)
+        return lower(kind, (*forward()[:1], *backward()))
 
 
 FUSED = (
@@ -334,6 +362,7 @@ class MultiToken:
     """One call of multi_token_attention."""
 
     results = ("y", "d_scores", "d_weight", "d_bias")
+    forward_results = 1
     together = {}
 
     name: str
@@ -356,7 +385,7 @@ class MultiToken:
         return dict(groups=self.groups, dilation=self.dilation, padding=self.padding,
                     activation=self.activation)
 
-    @functools.lru_cache(maxsize=256)
+    @once
     def inputs(self, dtype):
         """scores (NaN above the diagonal), weight, bias, dy (NaN above the diagonal)."""
         weight = mk(1, (self.outs, self.channels // self.groups, *self.kernel), dtype)
@@ -370,7 +399,7 @@ class MultiToken:
             scores = oracle.untied(scores)
         return scores, weight, bias, dy.astype(DTYPES[dtype])
 
-    @functools.lru_cache(maxsize=256)
+    @once
     def exact(self, dtype):
         """y, d_scores, d_weight and d_bias (None without a bias)."""
         scores, weight, bias, dy = self.inputs(dtype)
@@ -378,7 +407,7 @@ class MultiToken:
         return (oracle.mta(scores, weight, bias, **options),
                 *oracle.mta_bwd(scores, weight, bias, dy, **options))
 
-    @functools.lru_cache(maxsize=256)
+    @once
     def plain(self, dtype):
         """The same from the textbook sequence."""
         scores, weight, bias, dy = self.inputs(dtype)
@@ -386,22 +415,15 @@ class MultiToken:
                 *plain.mta_bwd(scores, weight, bias, dy, **self.options))
 
     def calls(self, kind, dtype, put=None):
-        """Return functions of `out` for forward and backward, and the arrays that they read."""
+        """Return the forward and the backward on arrays of a kind."""
         scores, weight, bias, dy = placed(self.inputs(dtype), put or kind.put)
-
-        def forward(out=None):
-            return (cupyattn.multi_token_attention(scores, weight, bias, out=out and out[0],
-                                                   **self.options),)
-
-        def backward(out=None):
-            return cupyattn.multi_token_attention_backward(dy, scores, weight, bias, out=out,
-                                                           **self.options)
-
-        return forward, backward, tuple(x for x in (scores, weight, bias, dy) if x is not None)
+        return (Call(cupyattn.multi_token_attention, (scores, weight, bias), self.options),
+                Call(cupyattn.multi_token_attention_backward, (dy, scores, weight, bias),
+                     self.options))
 
     def run(self, kind, dtype, put=None):
         """Every result, as NumPy arrays."""
-        forward, backward, _ = self.calls(kind, dtype, put)
+        forward, backward = self.calls(kind, dtype, put)
         return lower(kind, (*forward(), *backward()))
 
 
@@ -443,6 +465,7 @@ class Rope:
     """One call of rope."""
 
     results = ("q_out", "k_out", "dq", "dk")
+    forward_results = 2
     together = {}
 
     name: str
@@ -483,7 +506,7 @@ class Rope:
         offset = np.broadcast_to(np.asarray(self.offset), (self.batch,))
         return np.broadcast_to(ids, (self.batch, self.seq)) + offset[:, None]
 
-    @functools.lru_cache(maxsize=256)
+    @once
     def tables(self, dtype):
         """cos and sin as passed: [table, width] or [batch, table, width]."""
         half = self.half or self.head_dim // 2
@@ -496,7 +519,7 @@ class Rope:
                     for t in both]
         return tuple(both)
 
-    @functools.lru_cache(maxsize=256)
+    @once
     def inputs(self, dtype):
         """q and k in the layout of the call."""
         shapes = [(self.batch, h, self.seq, self.head_dim) if self.layout == "bhsd"
@@ -520,39 +543,29 @@ class Rope:
             results.append(y.swapaxes(1, 2) if self.layout == "bhsd" else y)
         return tuple(results)
 
-    @functools.lru_cache(maxsize=256)
+    @once
     def exact(self, dtype):
         """q and k rotated, and rotated the other way: the gradients, q and k standing for dy."""
         rotate = functools.partial(oracle.rotate, wide=wide(dtype))
         return self._rotated(dtype, rotate, False) + self._rotated(dtype, rotate, True)
 
-    @functools.lru_cache(maxsize=256)
+    @once
     def plain(self, dtype):
         """The same in float32 arithmetic with one rounding."""
         return (self._rotated(dtype, plain.rotate, False)
                 + self._rotated(dtype, plain.rotate, True))
 
     def calls(self, kind, dtype, put=None):
-        """Return functions of `out` for forward and backward, and the arrays that they read."""
-        put = put or kind.put
-        (q, k), (cos, sin) = placed((self.inputs(dtype), self.tables(dtype)), put)
-        ids = placed(self.position_ids(), put)
-        options = dict(self.options, position_ids=ids)
-
-        def forward(out=None):
-            return cupyattn.rope(q, k, cos, sin, inverse=self.inverse, out=out, **options)
-
-        def backward(out=None):
-            if self.inverse:
-                return cupyattn.rope(q, k, cos, sin, out=out, **options)
-            return cupyattn.rope_backward(q, k, cos, sin, out=out, **options)
-
-        given = (q, k, cos, sin) + (() if ids is None else (ids,))
-        return forward, backward, given
+        """Return the forward and the backward on arrays of a kind."""
+        arrays = placed((*self.inputs(dtype), *self.tables(dtype)), put or kind.put)
+        options = dict(self.options, position_ids=placed(self.position_ids(), put or kind.put))
+        backward = cupyattn.rope if self.inverse else cupyattn.rope_backward
+        return (Call(cupyattn.rope, arrays, dict(options, inverse=self.inverse)),
+                Call(backward, arrays, options))
 
     def run(self, kind, dtype, put=None):
         """Every result, as NumPy arrays."""
-        forward, backward, _ = self.calls(kind, dtype, put)
+        forward, backward = self.calls(kind, dtype, put)
         return lower(kind, (*forward(), *backward()))
 
 
@@ -586,3 +599,118 @@ ROPE_FEW = tuple(p for p in ROPE if p.name in (
 def with_table(problem, dtype):
     """Return a rope problem whose tables have another dtype than q."""
     return replace(problem, name=f"{problem.name}_{dtype}_table", table_dtype=dtype)
+
+
+# --- what every operator's tests do ----------------------------------------------------------
+
+
+def row_names(name):
+    """Return the rows of a pass, such as "neighborhood_fwd", as pytest parameters."""
+    from cupyattn import _select
+
+    return [row.name for row in _select.tables()[name]]
+
+
+def check_row(kind, name, row, candidates, most=4):
+    """Force a row, and hold it to the rule on the first candidates that it takes.
+
+    `candidates` are (problem, dtype); a row for another architecture is skipped.
+    """
+    import pytest
+    from cupyattn import _device, _select
+
+    (target,) = (r.target for r in _select.tables()[name] if r.name == row)
+    device = _device.device(kind.xp.cuda.Device().id).target
+    if target is not None and target.rstrip("a") != device:
+        pytest.skip(f"{row} is for {target}, the device is {device}")
+    ran = 0
+    for problem, dtype in candidates:
+        forward, backward = problem.calls(kind, dtype)
+        n = problem.forward_results
+        call, part = (backward, slice(n, None)) if name.endswith("_bwd") else (forward, slice(n))
+        with _select.force(row):
+            try:
+                chosen = call.explain().row
+            except NotImplementedError:
+                continue
+            assert chosen == row
+            results = call()
+        hold(problem, dtype, lower(kind, results), row, part)
+        ran += 1
+        if ran == most:
+            return
+    assert ran, f"no candidate problem reaches {row}"
+
+
+def check_layouts(problem, kind, dtype, layout):
+    """Views give the bits that contiguous copies give, and are not written."""
+    bases = []
+
+    def put(x):
+        base, view = layout(x)
+        base = kind.put(base)
+        bases.append((base, np.array(kind.get(base))))
+        return view(base)
+
+    for name, a, b in zip(problem.results, problem.run(kind, dtype, put),
+                          problem.run(kind, dtype)):
+        if b is not None:
+            identical(a, b, what=f"{problem.name}: {name}")
+    for base, before in bases:
+        identical(np.array(kind.get(base)), before, what=f"{problem.name}: input")
+
+
+def check_out(problem, kind, dtype, layout):
+    """`out=` in any layout is returned, gets the bits of a new result, and nothing else."""
+    for call in problem.calls(kind, dtype):
+        expected = call()
+        guards = tuple(_guards(kind, expected, layout))
+        out = _out_of(expected, iter([g.array for g in guards]))
+        results = call(out)
+        for given, got, guard, right in zip(flat(out), flat(results), guards, flat(expected)):
+            assert got is given
+            identical(guard.check(), kind.get(right), what=problem.name)
+        # None entries are allocated.
+        one = (None,) * (len(expected) - 1)
+        if one and not isinstance(expected[-1], tuple) and expected[-1] is not None:
+            guard = Guard(kind, expected[-1].shape, kind.get(expected[-1]).dtype, layout)
+            results = call((*one, guard.array))
+            for got, right in zip(flat(results), flat(expected)):
+                identical(np.array(kind.get(got)), kind.get(right), what=problem.name)
+
+
+def _guards(kind, expected, layout):
+    for x in flat(expected):
+        yield Guard(kind, tuple(x.shape), kind.get(x).dtype, layout)
+
+
+def _out_of(expected, arrays):
+    """The same nesting as `expected`, of other arrays."""
+    if isinstance(expected, tuple):
+        return tuple(_out_of(x, arrays) for x in expected)
+    return None if expected is None else next(arrays)
+
+
+def check_repeat(problem, kind, dtype, times=5):
+    """The same bits every time."""
+    for call in problem.calls(kind, dtype):
+        first = [np.array(kind.get(x)) for x in flat(call())]
+        for _ in range(times):
+            for a, b in zip(flat(call()), first):
+                identical(kind.get(a), b, what=problem.name)
+
+
+def check_capture(problem, kind, dtype):
+    """A graph of one call with `out=` writes what the call writes, again and again."""
+    for call in problem.calls(kind, dtype):
+        expected = call()
+        out = _out_of(expected, iter([kind.xp.zeros_like(x) for x in flat(expected)]))
+        stream, graph = capture(lambda call=call, out=out: call(out))
+        for _ in range(2):
+            with stream:
+                for x in flat(out):
+                    raw(x)[...] = 0
+            graph.launch(stream)
+            stream.synchronize()
+            for a, b in zip(flat(out), flat(expected)):
+                identical(kind.get(a), kind.get(b), what=problem.name)

@@ -135,13 +135,16 @@ def write(path: Path, counts: dict[str, int], name: str = "") -> None:
     What another run left in the record stays only while it belongs to the same sources.
     """
     run = {**counts, "sources_sha256": sources_sha256(), **machine(),
-           "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")}
+           "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")}
     record = load(path)
     if name:
         record[name] = run
     else:
-        kept = {key: value for key, value in record.items() if isinstance(value, dict)
-                and value.get("sources_sha256") == run["sources_sha256"]}
+        same = run["sources_sha256"]
+        kept = {key: value for key, value in record.items()
+                if isinstance(value, dict) and value.get("sources_sha256") == same}
+        if record.get("sanitizer_sources_sha256") == same:
+            kept.update({key: record[key] for key in ("sanitizer", "sanitizer_sources_sha256")})
         record = {**run, "sanitizer": {}, **kept}
     path.write_text(json.dumps(record, indent=2) + "\n")
 
@@ -174,7 +177,8 @@ def main(arguments: list[str] | None = None) -> None:
     for entry in options.sanitizer:
         tool, _, log = entry.partition("=")
         found[tool] = findings(Path(log).read_text(errors="replace"))
-    record["sanitizer"] = {"sources_sha256": sources_sha256(), **found}
+    record["sanitizer"] = found
+    record["sanitizer_sources_sha256"] = sources_sha256()
     options.record.write_text(json.dumps(record, indent=2) + "\n")
     print(f"sanitizer findings: {found}")
 

@@ -15,7 +15,7 @@ import numpy as np
 import oracle
 import problems
 import pytest
-from kinds import KINDS, call, capture, mk, mta, na, raw, rope, spin
+from kinds import KINDS, call, capture, lower, mk, mta, na, raw, rope, spin
 from problems import check
 from tolerance import agree, identical
 
@@ -249,7 +249,7 @@ print(json.dumps(dict(compiled=len(compiled), right=right)))
 def forward_of_each(kind):
     """The forward of every operation against the oracle; few kernels, so quickly compiled."""
     for problem in ONE_OF_EACH:
-        forward, _, _ = problem.calls(kind, "f32")
+        forward, _ = problem.calls(kind, "f32")
         results = forward()
         if isinstance(problem, problems.Fused):
             results = results[:1]
@@ -378,7 +378,7 @@ def test_b88_cupy_streams(cupy_kind, which):
             spin(5)
             x[...] = good
             y = cupyattn.rope(x, None, cos, sin, layout="bshd")[0]
-            agree(y.get(), exact, case=True)
+            agree(cupy_kind.get(y), exact, case=True)
 
 
 @pytest.mark.gpu
@@ -397,8 +397,9 @@ def test_b90_bfloat16_tensors(torch_kind, stepped):
             return wide[:, ::2]
 
         check(problem, torch_kind, "bf16", put)
-        forward, _, arrays = problem.calls(torch_kind, "bf16", put)
-        assert forward()[0].dtype == torch.bfloat16 and forward()[0].device == arrays[0].device
+        forward, _ = problem.calls(torch_kind, "bf16", put)
+        y = forward()[0]
+        assert y.dtype == torch.bfloat16 and y.device == forward.arrays[0].device
 
 
 @pytest.mark.gpu
@@ -411,50 +412,38 @@ def test_b90_other_types(torch_kind, dtype):
         cupyattn.neighborhood_attention(x, x, x, 3)
 
 
-def allocated(kind, results):
-    """New arrays like results, for `out=`; None stays None."""
-    if isinstance(results, tuple):
-        return tuple(allocated(kind, r) for r in results)
-    return None if results is None else kind.xp.zeros_like(results)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("problem", ONE_OF_EACH, ids=lambda p: type(p).__name__)
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 def test_b92_capture(cupy_kind, problem, dtype):
     """Forward and backward in one graph; replays on other inputs equal eager calls."""
-    cp = cupy_kind.xp
-    forward, backward, arrays = problem.calls(cupy_kind, dtype)
-    out, grads = allocated(cupy_kind, forward()), allocated(cupy_kind, backward())
+    cp, n = cupy_kind.xp, problem.forward_results
+    forward, backward = problem.calls(cupy_kind, dtype)
+    outs = [allocated(cupy_kind, call()) for call in (forward, backward)]
 
     def both():
-        forward(out)
-        backward(grads)
+        forward(outs[0])
+        backward(outs[1])
 
     stream, graph = capture(both)
-    first = arrays[0]
+    first = forward.arrays[0]
     original = first.copy()
-    for turn in range(3):
+    for turn in (1, 2, 0):
         with stream:
             raw(first)[...] = cp.roll(raw(original), turn, axis=0)
         graph.launch(stream)
         stream.synchronize()
-        for ours, eager in zip(flat(out, grads), flat(forward(), backward())):
+        for ours, eager in zip(problems.flat(*outs), problems.flat(forward(), backward())):
             identical(cupy_kind.get(ours), cupy_kind.get(eager))
-    with stream:
-        raw(first)[...] = raw(original)
-    graph.launch(stream)
-    stream.synchronize()
-    if isinstance(problem, problems.Fused):
-        out = out[:1]
-    problems.hold(problem, dtype, [None if x is None else cupy_kind.get(x)
-                                   for x in (*out, *grads)])
+    results = lower(cupy_kind, (*outs[0][:n], *outs[1]))
+    problems.hold(problem, dtype, results)
 
 
-def flat(*values):
-    """All arrays inside nested tuples."""
-    return [y for x in values for y in (flat(*x) if isinstance(x, tuple) else [x])
-            if y is not None]
+def allocated(kind, results):
+    """New arrays like results, for `out=`; None stays None."""
+    if isinstance(results, tuple):
+        return tuple(allocated(kind, r) for r in results)
+    return None if results is None else kind.xp.zeros_like(results)
 
 
 @pytest.mark.gpu
@@ -464,11 +453,11 @@ def test_b92_capture_in_place(cupy_kind):
     stream, graph = capture(lambda: cupyattn.rope(x, None, cos, sin, layout="bshd", out=(x, None)))
     for seed in (1, 2, 3):
         source = mk(seed, x.shape)
-        x.set(source)
+        x[...] = cupy_kind.put(source)
         cp.cuda.Device().synchronize()
         graph.launch(stream)
         stream.synchronize()
-        agree(x.get(), oracle.rope(source, np.arange(5), oracle.inv_freq(16)), case=True)
+        agree(cupy_kind.get(x), oracle.rope(source, np.arange(5), oracle.inv_freq(16)), case=True)
 
 
 COLD_CAPTURE = """
@@ -530,14 +519,11 @@ def poison_the_pool(cp):
 @pytest.mark.parametrize("problem", problems.NEIGHBORHOOD + problems.MULTI_TOKEN + problems.FUSED
                          + problems.ROPE, ids=lambda p: f"{type(p).__name__}-{p.name}")
 def test_b95_results_are_written_everywhere(cupy_kind, problem):
-    forward, backward, arrays = problem.calls(cupy_kind, "f32")
+    calls = problem.calls(cupy_kind, "f32")
     gc.collect()
     poison_the_pool(cupy_kind.xp)
-    results = forward()
-    grads = backward()
-    if isinstance(problem, problems.Fused):
-        results = results[:1]
-    results = [None if x is None else cupy_kind.get(x) for x in (*results, *grads)]
+    results = calls[0]()[:problem.forward_results] + calls[1]()
+    results = lower(cupy_kind, results)
     assert all(x is None or np.isfinite(x).all() for x in results)
     problems.hold(problem, "f32", results)
     if isinstance(problem, problems.MultiToken):
@@ -576,8 +562,7 @@ def test_b97_no_call_gets_anothers_kernel(kind):
     for turn in (1, 2):
         for n in order:
             problem, dtype = variants[n]
-            forward, _, _ = problem.calls(kind, dtype)
-            y = kind.get(forward()[0])
+            y = kind.get(problem.calls(kind, dtype)[0]()[0])
             if turn == 1:
                 q = problem.inputs(dtype)
                 exact = (oracle.na(*q[:3], **problem.arguments)[0]

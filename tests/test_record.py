@@ -34,8 +34,8 @@ def test_further_runs(written):
 
 
 def test_sanitizer_found_nothing(written):
-    found = dict(written["sanitizer"])
-    assert found.pop("sources_sha256", "") == record.sources_sha256()
+    found = written["sanitizer"]
+    assert written["sanitizer_sources_sha256"] == record.sources_sha256()
     assert set(found) >= {"memcheck", "racecheck"}
     assert not any(found.values()), found
 
@@ -121,8 +121,30 @@ def test_sanitizer_logs(tmp_path):
                                        "RACECHECK SUMMARY: 2 hazards displayed")) == 2
 
 
-@pytest.mark.parametrize("old, new", [("5 passed", "no tests ran"), ("5 passed", "1 failed, 5 passed"),
-                                      ("ERROR SUMMARY", "nothing"), ("5 passed", "0 passed")])
+@pytest.mark.parametrize("old, new", [
+    ("5 passed", "no tests ran"), ("5 passed", "1 failed, 5 passed"), ("5 passed", "0 passed"),
+    ("ERROR SUMMARY", "nothing")])
 def test_sanitizer_logs_that_show_nothing(old, new):
     with pytest.raises(SystemExit):
         record.findings(LOG.replace(old, new))
+
+
+def test_write_keeps_what_belongs_to_the_sources(tmp_path, monkeypatch):
+    """A further run is added by name; a new run drops what was made from other sources."""
+    monkeypatch.setattr(record, "machine", lambda: {"gpu": "one"})
+    path = tmp_path / "record.json"
+    counts = {"passed": 3, "failed": 0, "skipped": 1}
+    record.write(path, counts)
+    record.write(path, {**counts, "passed": 2}, "multigpu")
+    written = record.load(path)
+    assert (written["passed"], written["multigpu"]["passed"]) == (3, 2)
+    assert written["sanitizer"] == {} and written["gpu"] == "one"
+    (tmp_path / "log").write_text(LOG)
+    record.main(["--record", str(path), "--sanitizer", f"memcheck={tmp_path / 'log'}"])
+    record.write(path, {**counts, "passed": 4})
+    written = record.load(path)
+    assert (written["passed"], written["multigpu"]["passed"]) == (4, 2)
+    assert written["sanitizer"] == {"memcheck": 0}
+    monkeypatch.setattr(record, "sources_sha256", lambda: "other")
+    record.write(path, counts)
+    assert "multigpu" not in record.load(path) and not record.load(path)["sanitizer"]

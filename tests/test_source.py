@@ -51,9 +51,9 @@ def test_no_toolkit_header_is_used():
 def test_a_compile_error_names_file_and_line(tmp_path):
     pytest.importorskip("cupy")
     broken = replace(KERNEL, config=(*KERNEL.config, "static constexpr int kBroken = undefined;"))
-    with pytest.raises(KernelError, match=r'generated for .*undefined.*is undefined|undefined') as e:
+    with pytest.raises(KernelError, match='"undefined" is undefined') as caught:
         _jit.compile_cubin(broken, "sm_90")
-    assert broken.name in str(e.value)
+    assert f"generated for {broken.name}" in str(caught.value)
     missing = replace(KERNEL, config=tuple(c for c in KERNEL.config if "kDim" not in c))
     with pytest.raises(KernelError, match=r"kernels/neighborhood_fwd\.cu\(\d+\)"):
         _jit.compile_cubin(missing, "sm_90")

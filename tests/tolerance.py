@@ -75,9 +75,11 @@ def identical(ours: np.ndarray, other: np.ndarray, *, what: str = "result") -> N
     """Fail unless two arrays hold the same bits."""
     if ours.shape != other.shape or ours.dtype != other.dtype:
         raise AssertionError(f"{what}: {ours.dtype}{ours.shape} against {other.dtype}{other.shape}")
+    if ours.size == 0:
+        return
     a, b = (np.ascontiguousarray(x).reshape(-1).view(np.uint8).reshape(x.size, -1)
             for x in (ours, other))
-    differs = (a != b).any(-1) if ours.size else np.zeros(0, bool)
+    differs = (a != b).any(-1)
     if differs.any():
         at = np.unravel_index(int(np.argmax(differs)), ours.shape)
         raise AssertionError(f"{what} at {tuple(int(i) for i in at)}: {ours[at]!r} and "

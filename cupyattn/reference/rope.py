@@ -149,7 +149,9 @@ def frequencies(
         return _unscaled(rotary_dim, base), 1.0
     if not isinstance(scaling, Mapping):
         raise TypeError(f"scaling is {scaling!r}; a dict with 'rope_type' or None is accepted")
-    name = scaling.get("rope_type") or scaling.get("type") or "default"
+    name = scaling.get("rope_type") or scaling.get("type")
+    if name is None:
+        raise ValueError(f"scaling has no 'rope_type'; accepted: {', '.join(ROPE_TYPES)}")
     if name not in _RULES:
         raise ValueError(f"scaling['rope_type'] is {name!r}; accepted: {', '.join(ROPE_TYPES)}")
     fields = _Fields(name, scaling)

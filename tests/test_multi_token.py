@@ -1,0 +1,145 @@
+"""Multi-token attention against the oracle: results, taps, layouts, rows."""
+
+import numpy as np
+import oracle
+import pytest
+from kinds import DTYPES, LAYOUTS, mk, mta, mta_bwd, place
+from problems import (
+    MULTI_TOKEN,
+    MULTI_TOKEN_FEW,
+    MultiToken,
+    check,
+    check_capture,
+    check_layouts,
+    check_out,
+    check_repeat,
+    check_row,
+    row_names,
+)
+from tolerance import agree, identical
+
+
+def by_name(problem):
+    return problem.name
+
+
+@pytest.mark.parametrize("problem", MULTI_TOKEN, ids=by_name)
+def test_results(kind, problem):
+    """Scores and dy are NaN above the diagonal; the results there are 0."""
+    check(problem, kind, "f32")
+    y, d_scores = problem.run(kind, "f32")[:2]
+    for x in (y, d_scores):
+        assert not x[..., ~np.tri(problem.seq, dtype=bool)].any()
+
+
+@pytest.mark.parametrize("dtype", ["f16", "bf16", "f64"])
+@pytest.mark.parametrize("problem", MULTI_TOKEN_FEW, ids=by_name)
+def test_dtypes(kind, problem, dtype):
+    check(problem, kind, dtype)
+
+
+@pytest.mark.parametrize("padding", ["same", "causal"])
+@pytest.mark.parametrize("dilation", [1, (2, 1), (1, 3), 50])
+def test_every_tap_by_itself(kind, padding, dilation):
+    """A kernel of one tap moves the probabilities: which element goes where, exactly."""
+    scores = mk(0, (1, 1, 9, 9))
+    p = oracle.probabilities(scores, "softmax")
+    for kh, kw in ((1, 1), (2, 3), (3, 2), (4, 4)):
+        for u, v, down, right in oracle.taps((kh, kw), dilation, padding):
+            weight = np.zeros((1, 1, kh, kw), np.float32)
+            weight[0, 0, u, v] = 1
+            y = mta(kind, scores, weight, padding=padding, dilation=dilation)
+            agree(y, np.tril(oracle.shifted(p, down, right)), case=True, what=f"tap {u}, {v}")
+
+
+def test_causal_padding_sees_no_later_query(kind):
+    """A change of one row of scores reaches that row and later ones only ("causal")."""
+    scores, weight = mk(0, (1, 2, 12, 12)), mk(1, (2, 2, 4, 3))
+    other = scores.copy()
+    other[:, :, 7] += 1
+    y, moved = (mta(kind, s, weight, padding="causal") for s in (scores, other))
+    identical(moved[:, :, :7], y[:, :, :7])
+    same = [mta(kind, s, weight) for s in (scores, other)]
+    changed = (same[0] != same[1]).any((0, 1, 3))
+    # "same" lets a row see weights of queries up to (kh - 1 - kh // 2) * d ahead: here 1.
+    assert changed.tolist() == [n in (6, 7, 8, 9) for n in range(12)]
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("activation", ["softmax", "sparsemax"])
+def test_upper_triangle_of_scores_does_not_matter(kind, activation, value):
+    upper = ~np.tri(13, dtype=bool)
+    scores, weight, dy = mk(0, (2, 2, 13, 13)), mk(1, (2, 2, 3, 3)), mk(2, (2, 2, 13, 13))
+    dirty, dirty_dy = scores.copy(), dy.copy()
+    dirty[..., upper] = dirty_dy[..., upper] = value
+    identical(mta(kind, dirty, weight, activation=activation),
+              mta(kind, scores, weight, activation=activation))
+    for a, b in zip(mta_bwd(kind, dirty, weight, None, dirty_dy, activation=activation)[:2],
+                    mta_bwd(kind, scores, weight, None, dy, activation=activation)):
+        identical(a, b)
+
+
+@pytest.mark.parametrize("dtype", ["f16", "f32"])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("problem", MULTI_TOKEN_FEW, ids=by_name)
+def test_layouts(kind, problem, layout, dtype):
+    def every(x):
+        return layout(x) if x.ndim == 4 else LAYOUTS["guarded"](x)
+
+    check_layouts(problem, kind, dtype, every)
+
+
+@pytest.mark.parametrize("layout", [LAYOUTS[n] for n in ("guarded", "padded", "stepped")],
+                         ids=lambda f: f.__name__)
+@pytest.mark.parametrize("problem", MULTI_TOKEN_FEW[:3], ids=by_name)
+def test_out(kind, problem, layout):
+    check_out(problem, kind, "bf16", layout)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("problem", MULTI_TOKEN_FEW, ids=by_name)
+def test_bits_are_the_same_every_time(cupy_kind, problem, dtype):
+    check_repeat(problem, cupy_kind, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("problem", MULTI_TOKEN_FEW, ids=by_name)
+def test_capture(cupy_kind, problem, dtype):
+    check_capture(problem, cupy_kind, dtype)
+
+
+# --- rows ------------------------------------------------------------------------------------
+
+
+def candidates():
+    for dtype in DTYPES:
+        for problem in MULTI_TOKEN_FEW:
+            yield problem, dtype
+        yield next(p for p in MULTI_TOKEN if p.name == "sparsemax_peaked"), dtype
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("row", row_names("multi_token_fwd"))
+def test_every_forward_row(cupy_kind, row):
+    check_row(cupy_kind, "multi_token_fwd", row, candidates())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("row", row_names("multi_token_bwd"))
+def test_every_backward_row(cupy_kind, row):
+    check_row(cupy_kind, "multi_token_bwd", row, candidates())
+
+
+# --- a short run for the sanitizer -----------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.smoke
+@pytest.mark.parametrize("activation", ["softmax", "sparsemax"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_smoke(cupy_kind, dtype, activation):
+    problem = MultiToken("smoke", "ragged, groups", 19, channels=2, outs=4, groups=2,
+                         kernel=(3, 2), activation=activation, batch=1)
+    check(problem, cupy_kind, dtype, lambda x: place(cupy_kind, x, LAYOUTS["guarded"]))

@@ -1,0 +1,238 @@
+"""Neighborhood attention against the oracle: results, windows, layouts, rows, streams."""
+
+import itertools
+import math
+
+import cupyattn
+import numpy as np
+import oracle
+import pytest
+from kinds import DTYPES, KINDS, LAYOUTS, Guard, call, mk, na, na_bwd
+from problems import (
+    NEIGHBORHOOD,
+    NEIGHBORHOOD_FEW,
+    Neighborhood,
+    check,
+    check_capture,
+    check_layouts,
+    check_out,
+    check_repeat,
+    check_row,
+    neighborhood_of_size,
+    row_names,
+)
+from tolerance import agree, identical
+
+
+def by_name(problem):
+    return problem.name
+
+
+@pytest.mark.parametrize("problem", NEIGHBORHOOD, ids=by_name)
+def test_results(kind, problem):
+    check(problem, kind, "f32")
+
+
+@pytest.mark.parametrize("dtype", ["f16", "bf16", "f64"])
+@pytest.mark.parametrize("problem", NEIGHBORHOOD_FEW, ids=by_name)
+def test_dtypes(kind, problem, dtype):
+    check(problem, kind, dtype)
+
+
+@pytest.mark.parametrize("head_dim, value_dim", [(3, 130), (65, 64), (200, 7), (257, 300),
+                                                 (512, 512)])
+def test_head_dims(kind, head_dim, value_dim):
+    check(neighborhood_of_size(head_dim, value_dim), kind, "f32")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+def test_precision(kind, precision):
+    """One TF32 product may lose 13 bits; float32 none. Other dtypes do not look at it."""
+    q, k, v, dy, _ = NEIGHBORHOOD[0].inputs("f32")
+    y, _ = na(kind, q, k, v, 7, precision=precision)
+    exact, _ = oracle.na(q, k, v, 7)
+    agree(y, exact, case=2e-3 if precision == "tf32" else True)
+    half = [x.astype(np.float16) for x in (q, k, v, dy)]
+    for a, b in zip(na_bwd(kind, *half, 7, precision=precision), na_bwd(kind, *half, 7)):
+        identical(a, b)
+
+
+def test_lse_is_optional(kind):
+    arrays = NEIGHBORHOOD[0].inputs("f16")[:3]
+    y = call(kind, cupyattn.neighborhood_attention, *arrays, 7)
+    identical(y, na(kind, *arrays, 7)[0])
+
+
+def test_gradient_through_lse_alone(kind):
+    """With dy = 0 only the gradient of lse is left, and none for v."""
+    q, k, v, dy, dlse = NEIGHBORHOOD[0].inputs("f32")
+    zero = np.zeros_like(dy)
+    ours = na_bwd(kind, q, k, v, zero, 7, dlse=dlse)
+    for name, a, b in zip(("dq", "dk", "dv"), ours,
+                          oracle.na_bwd(q, k, v, zero, 7, dlse=dlse)):
+        agree(a, b, case=True, what=name)
+    assert not ours[2].any()
+
+
+# --- windows as exact sets -------------------------------------------------------------------
+
+
+def windows():
+    """(space, options): every border of every rule, one axis at a time and together."""
+    for length, size, dilation, stride, causal in itertools.product(
+            (1, 7, 12, 29), (1, 2, 3, 6, 7), (1, 2, 4), (1, 2, 3, 5), (False, True)):
+        if size * dilation <= length and stride <= size:
+            yield (length,), dict(kernel_size=size, dilation=dilation, stride=stride,
+                                  is_causal=causal)
+    for length, size, dilation, causal in itertools.product((1, 7, 12), (1, 3, 7, 15), (1, 3),
+                                                            (False, True)):
+        yield (length,), dict(kernel_size=size, dilation=dilation, is_causal=causal,
+                              boundary="clip")
+    yield (6, 7), dict(kernel_size=(4, 3), dilation=(1, 2), stride=(3, 2), is_causal=(True, False))
+    yield (5, 8), dict(kernel_size=(5, 4), dilation=(1, 2), stride=(2, 4))
+    yield (5, 8), dict(kernel_size=(3, 5), dilation=(2, 1), boundary="clip",
+                       is_causal=(False, True))
+    yield (3, 4, 5), dict(kernel_size=(2, 2, 3), dilation=(1, 2, 1), stride=(2, 1, 3),
+                          is_causal=(True, False, False))
+    yield (3, 4, 5), dict(kernel_size=3, boundary="clip", is_causal=(False, True, False))
+
+
+def test_windows_are_exact_sets(kind):
+    """Zero queries and one-hot values: a result shows which keys its query saw."""
+    for space, options in windows():
+        tokens = math.prod(space)
+        expected = oracle.mask(space, **{"causal" if k == "is_causal" else k: v
+                                         for k, v in options.items()})
+        zero = np.zeros((1, *space, 1, 1), np.float32)
+        one_hot = np.eye(tokens, dtype=np.float32).reshape(1, *space, 1, tokens)
+        y, lse = na(kind, zero, zero, one_hot, **options)
+        y = y.reshape(tokens, tokens)
+        assert ((y > 0) == expected).all(), (space, options)
+        count = expected.sum(1, keepdims=True)
+        assert np.abs(y * count - expected).max() <= 1e-6, (space, options)
+        assert np.abs(np.exp(lse.reshape(-1, 1)) / count - 1).max() <= 1e-6, (space, options)
+        # Backward: the gradient of v shows which queries saw each key.
+        dv = na_bwd(kind, zero, zero, one_hot, one_hot, **options)[2].reshape(tokens, tokens)
+        assert ((dv > 0) == expected.T).all(), (space, options)
+
+
+# --- layouts, out=, repeats, capture ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["f16", "f32"])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("problem", NEIGHBORHOOD_FEW, ids=by_name)
+def test_layouts(kind, problem, layout, dtype):
+    if layout.__name__ in ("swapped", "backwards"):
+        layout = heads_first_or_same(layout)
+    check_layouts(problem, kind, dtype, layout)
+
+
+def heads_first_or_same(layout):
+    """These two make sense for arrays with a heads and a features axis; lse has none."""
+    return lambda x: layout(x) if x.ndim >= 4 else LAYOUTS["guarded"](x)
+
+
+@pytest.mark.parametrize("layout", [LAYOUTS[n] for n in ("guarded", "padded", "stepped")],
+                         ids=lambda f: f.__name__)
+@pytest.mark.parametrize("problem", NEIGHBORHOOD_FEW[:2], ids=by_name)
+def test_out(kind, problem, layout):
+    check_out(problem, kind, "bf16", layout)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("problem", NEIGHBORHOOD_FEW, ids=by_name)
+def test_bits_are_the_same_every_time(cupy_kind, problem, dtype):
+    check_repeat(problem, cupy_kind, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("problem", NEIGHBORHOOD_FEW, ids=by_name)
+def test_capture(cupy_kind, problem, dtype):
+    check_capture(problem, cupy_kind, dtype)
+
+
+def test_heads_first_costs_no_copy(kind):
+    """A transposed view: the same bits, and on the GPU no new memory but the result's."""
+    arrays = [mk(i, (1, 64, 16, 64), "f16") for i in range(3)]
+    views = [kind.put(np.ascontiguousarray(x.swapaxes(1, 2))).swapaxes(1, 2) for x in arrays]
+    out = kind.put(np.zeros_like(arrays[0]))
+    cupyattn.neighborhood_attention(*views, 5, out=out)
+    identical(kind.get(out), na(kind, *arrays, 5)[0])
+    if kind.on_gpu:
+        pool = kind.xp.get_default_memory_pool()
+        pool.free_all_blocks()
+        before = pool.total_bytes()
+        cupyattn.neighborhood_attention(*views, 5, out=out)
+        assert pool.total_bytes() == before
+
+
+@pytest.mark.gpu
+def test_memory_is_linear_in_tokens(cupy_kind):
+    """No attention matrix: forward and backward of 32768 tokens with a window of 2049."""
+    arrays = [cupy_kind.put(mk(i, (1, 32768, 1, 8), "f16")) for i in range(4)]
+    pool = cupy_kind.xp.get_default_memory_pool()
+    q, k, v, dy = arrays
+    pool.free_all_blocks()
+    before = pool.total_bytes()
+    y, lse = cupyattn.neighborhood_attention(q, k, v, 2049, return_lse=True)
+    grads = cupyattn.neighborhood_attention_backward(dy, q, k, v, y, lse, 2049)
+    assert pool.total_bytes() - before <= 16 * q.nbytes
+    assert all(np.isfinite(cupy_kind.get(g)).all() for g in grads)
+
+
+def test_empty_out(kind):
+    """Gradients over no query are zeros, also in `out`."""
+    shape = (2, 0, 2, 8)
+    empty = kind.put(np.zeros(shape, np.float32))
+    lse = kind.put(np.zeros(shape[:-1], np.float32))
+    out = tuple(Guard(kind, shape, np.float32) for _ in range(3))
+    cupyattn.neighborhood_attention_backward(empty, empty, empty, empty, empty, lse, 3,
+                                             out=tuple(g.array for g in out))
+    for guard in out:
+        assert guard.check().shape == shape
+
+
+# --- rows ------------------------------------------------------------------------------------
+
+
+def candidates():
+    """Problems for any row: every dtype with head_dims from the largest down, then every rank."""
+    for dtype in DTYPES:
+        for head_dim, value_dim in ((512, 512), (256, 200), (128, 100), (64, 64), (33, 48),
+                                    (8, 1)):
+            yield neighborhood_of_size(head_dim, value_dim), dtype
+        for problem in NEIGHBORHOOD_FEW[2:]:
+            yield problem, dtype
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("row", row_names("neighborhood_fwd"))
+def test_every_forward_row(cupy_kind, row):
+    check_row(cupy_kind, "neighborhood_fwd", row, candidates())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("row", row_names("neighborhood_bwd"))
+def test_every_backward_row(cupy_kind, row):
+    check_row(cupy_kind, "neighborhood_bwd", row, candidates())
+
+
+# --- a short run for the sanitizer -----------------------------------------------------------
+
+SMOKE = Neighborhood("smoke", "ragged on two axes, shared heads", (5, 7), (3, 4), stride=(1, 2),
+                     causal=(True, False), heads=2, kv_heads=1, head_dim=12, value_dim=10)
+
+
+@pytest.mark.gpu
+@pytest.mark.smoke
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_smoke(cupy_kind, dtype):
+    check(SMOKE, cupy_kind, dtype, lambda x: place_guarded(x))
+
+
+def place_guarded(x):
+    base, view = LAYOUTS["guarded"](x)
+    return view(KINDS["cupy"].put(base))

@@ -1,0 +1,237 @@
+"""Rotary position embedding against the oracle: results, in place, tables, layouts, rows."""
+
+import cupyattn
+import numpy as np
+import oracle
+import pytest
+from kinds import DTYPES, LAYOUTS, Guard, call, guarded, lift, mk, padded, place, rope
+from problems import (
+    ROPE,
+    ROPE_FEW,
+    Rope,
+    check,
+    check_capture,
+    check_layouts,
+    check_out,
+    check_repeat,
+    check_row,
+    row_names,
+    with_table,
+)
+from tolerance import agree, eps, identical
+
+
+def by_name(problem):
+    return problem.name
+
+
+@pytest.mark.parametrize("problem", ROPE, ids=by_name)
+def test_results(kind, problem):
+    check(problem, kind, "f32")
+
+
+@pytest.mark.parametrize("dtype", ["f16", "bf16", "f64"])
+@pytest.mark.parametrize("problem", ROPE_FEW, ids=by_name)
+def test_dtypes(kind, problem, dtype):
+    check(problem, kind, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["f16", "bf16", "f32"])
+def test_one_rounding(kind, dtype):
+    """Within half a unit of the last place of the exact result, but for float32 arithmetic."""
+    problem = with_table(ROPE[0], "f32")
+    for ours, exact in zip(problem.run(kind, dtype), problem.exact(dtype)):
+        slack = np.abs(exact) * eps(DTYPES[dtype]) / 2 + 4 * 2.0 ** -23 * np.abs(exact).max()
+        slack += float(np.finfo(np.float32).tiny if dtype != "f16" else 2.0 ** -25)
+        assert (np.abs(ours.astype(np.float64) - exact) <= slack).all()
+
+
+def test_rest_of_the_head_passes_through(kind):
+    problem = next(p for p in ROPE if p.name == "partial_named")
+    q_out, k_out = problem.run(kind, "bf16")[:2]
+    for ours, x in zip((q_out, k_out), problem.inputs("bf16")):
+        identical(ours[..., problem.rotary_dim:], x[..., problem.rotary_dim:])
+
+
+def test_either_array_alone(kind):
+    problem = ROPE[0]
+    (q, k), tables = problem.inputs("f16"), problem.tables("f16")
+    both = call(kind, cupyattn.rope, q, k, *tables)
+    q_out, none = call(kind, cupyattn.rope, q, None, *tables)
+    assert none is None
+    identical(q_out, both[0])
+    none, k_out = call(kind, cupyattn.rope, None, k, *tables)
+    assert none is None
+    identical(k_out, both[1])
+    none, dk = call(kind, cupyattn.rope_backward, None, k, *tables)
+    assert none is None
+    identical(dk, call(kind, cupyattn.rope, None, k, *tables, inverse=True)[1])
+
+
+def test_offset_may_change_from_call_to_call(kind):
+    """A growing cache: the same arrays, another offset, each right; the last is outside."""
+    x, table = mk(0, (2, 3, 2, 8)), mk(1, (9, 4))
+    arrays = lift(kind, (x, table, table))
+    for offset in (0, 5, 1, 6, 0, (2, 4), (6, 0), 3):
+        rows = np.arange(3) + np.broadcast_to(offset, (2,))[:, None]
+        y, _ = cupyattn.rope(arrays[0], None, *arrays[1:], offset=offset, layout="bshd")
+        agree(kind.get(y), oracle.rotate(x, table[rows], table[rows]), case=True, what=str(offset))
+    for offset in (7, -1, (0, 7), (-1, 0)):
+        with pytest.raises(ValueError, match="9 rows"):
+            cupyattn.rope(arrays[0], None, *arrays[1:], offset=offset, layout="bshd")
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_inverse_undoes(kind, interleaved):
+    x, tables = mk(0, (2, 9, 3, 16)), cupyattn.rope_table(9, 16)
+    turned = rope(kind, x, *tables, interleaved=interleaved)
+    agree(rope(kind, turned, *tables, interleaved=interleaved, inverse=True),
+          x.astype(np.float64), case=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", [guarded, padded], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("problem", ROPE_FEW, ids=by_name)
+def test_in_place(kind, problem, layout, dtype):
+    """`out` may be exactly an input; the bits are those of a new array, and nothing around."""
+    forward, backward = problem.calls(kind, dtype)
+    for request in (forward, backward):
+        expected = request()
+        guards = []
+        for x in request.arrays[:2]:
+            guard = Guard(kind, tuple(x.shape), DTYPES[dtype], layout)
+            guard.array[...] = x
+            guards.append(guard)
+        q, k = (g.array for g in guards)
+        results = request.function(q, k, *request.arrays[2:], **request.options, out=(q, k))
+        assert results[0] is q and results[1] is k
+        for guard, right in zip(guards, expected):
+            identical(guard.check(), kind.get(right), what=problem.name)
+
+
+def test_in_place_one_of_two(kind):
+    """`out` may be an input for q and a new array for k."""
+    problem = ROPE[0]
+    forward, _ = problem.calls(kind, "f32")
+    expected = forward()
+    q = forward.arrays[0].copy()
+    results = cupyattn.rope(q, *forward.arrays[1:], **forward.options, out=(q, None))
+    for a, b in zip(results, expected):
+        identical(kind.get(a), kind.get(b))
+
+
+@pytest.mark.parametrize("dtype", ["f16", "f32"])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("problem", ROPE_FEW, ids=by_name)
+def test_layouts(kind, problem, layout, dtype):
+    def every(x):
+        flat_layout = layout.__name__ in ("swapped", "backwards") and x.ndim < 4
+        return LAYOUTS["guarded"](x) if flat_layout else layout(x)
+
+    check_layouts(problem, kind, dtype, every)
+
+
+@pytest.mark.parametrize("layout", [LAYOUTS[n] for n in ("guarded", "padded", "stepped")],
+                         ids=lambda f: f.__name__)
+@pytest.mark.parametrize("problem", ROPE_FEW[:3], ids=by_name)
+def test_out(kind, problem, layout):
+    check_out(problem, kind, "bf16", layout)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("problem", ROPE_FEW, ids=by_name)
+def test_bits_are_the_same_every_time(cupy_kind, problem, dtype):
+    check_repeat(problem, cupy_kind, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("problem", ROPE_FEW, ids=by_name)
+def test_capture(cupy_kind, problem, dtype):
+    check_capture(problem, cupy_kind, dtype)
+
+
+# --- tables ----------------------------------------------------------------------------------
+
+
+def test_table_is_right_to_rounding_far_out():
+    """float32 tables at position 1,000,000 are the float64 ones, rounded."""
+    positions = np.array([0, 1, 4095, 131071, 999_999, 1_000_000])
+    ours = cupyattn.rope_table(None, 64, positions=positions)
+    angle = positions[:, None] * oracle.inv_freq(64)
+    for table, exact in zip(ours, (np.cos(angle), np.sin(angle))):
+        assert table.dtype == np.float32 and table.shape == (6, 32)
+        assert np.abs(table - exact).max() <= 2.0 ** -24
+
+
+def test_table_of_positions_of_any_shape():
+    positions = np.array([[5, 2, 0], [1, 1, 7]], np.int32)
+    whole = cupyattn.rope_table(8, 16)
+    for table, rows in zip(cupyattn.rope_table(None, 16, positions=positions), whole):
+        identical(table, rows[positions])
+
+
+def test_table_of_no_rows():
+    for table in cupyattn.rope_table(0, 16):
+        assert table.shape == (0, 8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_table_dtype_and_kind(kind, dtype):
+    like = kind.put(np.zeros(1, np.float32))
+    for table, host in zip(cupyattn.rope_table(9, 16, dtype=DTYPES[dtype], like=like),
+                           cupyattn.rope_table(9, 16, dtype=DTYPES[dtype])):
+        assert type(table) is type(like)
+        identical(kind.get(table), host)
+        assert host.dtype == DTYPES[dtype]
+
+
+@pytest.mark.gpu
+def test_table_of_positions_on_the_device(cupy_kind):
+    positions = np.array([5, 2, 0])
+    ours = cupyattn.rope_table(None, 16, positions=cupy_kind.put(positions),
+                               like=cupy_kind.put(np.zeros(1)))
+    for table, host in zip(ours, cupyattn.rope_table(None, 16, positions=positions)):
+        identical(cupy_kind.get(table), host)
+
+
+# --- rows ------------------------------------------------------------------------------------
+
+
+def candidates():
+    for dtype in DTYPES:
+        for table in DTYPES:
+            for problem in (ROPE_FEW[0], ROPE_FEW[2], ROPE_FEW[4]):
+                yield with_table(problem, table), dtype
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("row", row_names("rope"))
+def test_every_row(cupy_kind, row):
+    check_row(cupy_kind, "rope", row, candidates())
+
+
+# --- a short run for the sanitizer -----------------------------------------------------------
+
+SMOKE = Rope("smoke", "ragged, positions per item", 5, head_dim=10, half=4, rotary_dim=8,
+             ids="batch", offset=(1, 2), heads=(3, 1))
+
+
+@pytest.mark.gpu
+@pytest.mark.smoke
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_smoke(cupy_kind, dtype):
+    check(SMOKE, cupy_kind, dtype, lambda x: place(cupy_kind, x, LAYOUTS["guarded"]))
+
+
+@pytest.mark.gpu
+@pytest.mark.smoke
+def test_smoke_positions_outside_the_table(cupy_kind):
+    """A wrong position reads nothing outside the table."""
+    x, table = mk(0, (1, 4, 1, 8)), mk(1, (6, 4))
+    q, cos, ids = lift(cupy_kind, (x, table, np.array([0, 6, -1, 2 ** 40])))
+    y = cupyattn.rope(q, None, cos, cos, position_ids=ids, layout="bshd")[0]
+    with pytest.raises(ValueError, match="position_ids"):
+        cupyattn.check_errors()
+    assert np.isnan(cupy_kind.get(y)[0, 1:]).all()
