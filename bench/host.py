@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from cupyattn._arrays import external_stream
+
 from . import inputs, workloads
 from .peers import our_call
 
@@ -82,5 +84,5 @@ def _torch(cupy: Any) -> Any:
     torch.set_grad_enabled(False)
     stream = torch.cuda.Stream()
     torch.cuda.set_stream(stream)
-    cupy.cuda.ExternalStream(stream.cuda_stream).use()
+    external_stream(stream.cuda_stream).use()
     return torch

@@ -133,13 +133,15 @@ class Child:
         if self.provider.framework == "torch":
             import torch
 
+            from cupyattn._arrays import external_stream
+
             self.torch = torch
             torch.set_grad_enabled(False)
             # One stream for all: autograd replays a backward pass on its forward's stream, and a
             # graph can be captured on no other than a stream of one's own.
             self._stream: Any = torch.cuda.Stream()
             torch.cuda.set_stream(self._stream)
-            cupy.cuda.ExternalStream(self._stream.cuda_stream).use()
+            external_stream(self._stream.cuda_stream).use()
         else:
             self._stream = cupy.cuda.Stream(non_blocking=True)
             self._stream.use()

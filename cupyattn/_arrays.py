@@ -40,6 +40,23 @@ def _alignment(address: int) -> int:
     return 16 if address % 16 == 0 else address & -address
 
 
+class _Handle:
+    """A stream of another library, as the CUDA stream protocol wants it."""
+
+    def __init__(self, handle: int):
+        self._handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._handle
+
+
+def external_stream(handle: int) -> Any:
+    """Return the CuPy stream of a handle that another library owns."""
+    import cupy
+
+    return cupy.cuda.Stream.from_external(_Handle(handle))
+
+
 class Library:
     """What the package asks of an array library; see the subclasses."""
 
@@ -237,10 +254,7 @@ class Torch(Library):
         return torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr, self._on(device)))
 
     def stream_object(self, device):
-        import cupy
-
-        stream = self._torch.cuda.current_stream(device)
-        return cupy.cuda.Stream.from_external(stream)
+        return external_stream(self.stream(device))
 
     def _on(self, device: int) -> Any:
         if device not in self._devices:
@@ -248,8 +262,9 @@ class Torch(Library):
         return self._devices[device]
 
     def empty(self, layout, device):
-        return self._torch.empty(layout.shape, dtype=self._dtype[layout.dtype],
-                                 device=self._on(device))
+        # Of torch's allocating functions the one that costs the host least.
+        return self._torch.empty_strided(layout.shape, layout.strides,
+                                         dtype=self._dtype[layout.dtype], device=self._on(device))
 
     def zeros(self, layout, device):
         return self._torch.zeros(layout.shape, dtype=self._dtype[layout.dtype],

@@ -30,6 +30,8 @@ def integer(name: str, value: Any) -> int:
     """Return an int for anything `operator.index` takes, except booleans."""
     if type(value) is int:
         return value
+    if isinstance(value, np.ndarray) and value.shape == () and value.dtype.kind in "iu":
+        return int(value)
     if isinstance(value, (bool, np.bool_)) or getattr(value, "shape", ()) != ():
         raise TypeError(f"{name} is {value!r}; accepted is an integer")
     try:

@@ -55,8 +55,9 @@ class Operator:
     as_matrix : set of str
         Arrays whose leading axes must be one axis in memory.
     strided_results : tuple of str
-        Results that kernels write with any strides (their layouts are part of the problem), and
-        that may be exactly the input of that name; a strided `out` of another gets a copy.
+        Results that kernels write with any strides but the last (their layouts are part of the
+        problem), and that may be exactly the input of that name. A strided `out` of another
+        result is copied into.
     over : str
         The array that everything is summed over: where it is empty all results are zero.
     scalars : tuple of str
@@ -203,7 +204,8 @@ class Request:
         for name in self.operator.strided_results:
             there = self.arrays[name.removesuffix("_out")] is not None
             x = next(given, None) if there else None
-            layouts[name] = None if x is None else self.library.layout("out", x)
+            layout = None if x is None else self.library.layout("out", x)
+            layouts[name] = layout if layout is not None and layout.unit_last else None
         return layouts
 
     def nothing_to_do(self, layouts: Mapping[str, Layout | None], results: Mapping[str, Layout]
@@ -387,8 +389,8 @@ class OutCheck:
         self._spans = [None if x is None else _arrays.span(x) for x in self._layouts]
         self._first_out = len(inputs)
         # Whether kernels can write an `out` itself, and the input that it may be, or -1.
-        self.direct = [given is None or name in operator.strided_results
-                       or given.strides == results[name].strides
+        self.direct = [given is None or given.strides == results[name].strides
+                       or (name in operator.strided_results and given.unit_last)
                        for name, given in zip(results, outs)]
         self._twin = [operator.arrays.index(name.removesuffix("_out"))
                       if name in operator.strided_results else -1 for name in results]

@@ -1,8 +1,9 @@
-// neighborhood_bwd.cu: neighborhood attention, backward, in three passes of one warp per row.
+// neighborhood_bwd.cu: neighborhood attention, backward, in two passes of one warp per row.
 //
-//   delta[i] = <dy[i], y[i]> - dlse[i]
 //   p[i,j]   = exp(scale * <q[i], k[j]> - lse[i])          for j in window(i)
-//   ds[i,j]  = p[i,j] * (<dy[i], v[j]> - delta[i]) * scale
+//   dp[i,j]  = <dy[i], v[j]>
+//   delta[i] = sum_j p[i,j] dp[i,j] / sum_j p[i,j] - dlse[i]
+//   ds[i,j]  = p[i,j] * (dp[i,j] - delta[i]) * scale
 //   dq[i]    = sum_j ds[i,j] k[j]                          j: the keys of query i
 //   dk[j]    = sum_i ds[i,j] q[i]    dv[j] = sum_i p[i,j] dy[i]    i: the queries of key j
 //
@@ -12,19 +13,22 @@
 // Block     one warp owns one row; its lanes share the features
 // Tile map  none. The queries of a key are one interval an axis (window.cuh), so dk and dv are
 //           gathered, not scattered: no atomics, the same bits every time
-// Pipeline  delta -> dq (walks the window) ; delta -> dk, dv (walks the inverse window, over the
-//           query heads of the group)
+// Pipeline  dq: walks the window twice, for delta and for dq, and leaves delta to
+//           dk, dv: walks the inverse window, over the query heads of the group
 // Memory    delta: one number per query and head; nothing of size (queries, keys)
 // Limits    head_dim, value_dim <= Config::kDim; every dtype, rank, border rule and stride
-// Sources   Dao et al. 2022 for delta and recomputation from lse
+// Sources   Dao et al. 2022 for the recomputation from lse
+//
+// delta equals <dy, y> - dlse, but as a mean over the same p and dp it cancels against dp to the
+// last digit where one key has nearly all the weight; the rounding of y and lse would not.
 #include "common/features.cuh"
-#include "common/token.cuh"
 #include "common/window.cuh"
 
 template <class Config>
-__device__ void neighborhood_delta(const NeighborhoodParams& p) {
+__device__ void neighborhood_dq(const NeighborhoodParams& p) {
   using T = typename Config::T;
   using A = Accumulator<T>;
+  using Row = Features<T, Config::kDim / 32>;
   constexpr int kWarps = Config::kThreads / 32;
   const int lane = threadIdx.x % 32;
   const int64 items = item_count(p, p.heads);
@@ -32,52 +36,34 @@ __device__ void neighborhood_delta(const NeighborhoodParams& p) {
   for (int64 item = blockIdx.x * int64(kWarps) + threadIdx.x / 32; item < items;
        item += gridDim.x * int64(kWarps)) {
     const Token query = token_of(item, p.heads, p.space);
-    Features<T, Config::kDim / 32> dy, y;
+    const A lse = *row_of<const A>(p.lse, query, query.head);
+    Row q, dy, k, v, dq;
+    q.load(row_of<const T>(p.q, query, query.head), p.head_dim, lane);
     dy.load(row_of<const T>(p.dy, query, query.head), p.value_dim, lane);
-    y.load(row_of<const T>(p.y, query, query.head), p.value_dim, lane);
-    A delta = dy.dot(y);
+
+    A sum = A(0), weighted = A(0);
+    for_each_key<T>(p, query, [&](const T* k_row, const T* v_row) {
+      k.load(k_row, p.head_dim, lane);
+      v.load(v_row, p.value_dim, lane);
+      const A weight = exponential(multiply_add(A(p.scale), q.dot(k), -lse));
+      sum += weight;
+      weighted += weight * dy.dot(v);
+    });
+    A delta = weighted / sum;
     if (p.dlse.data != nullptr) {
       delta -= *row_of<const A>(p.dlse, query, query.head);
     }
     if (lane == 0) {
       *row_of<A>(p.delta, query, query.head) = delta;
     }
-  }
-}
 
-template <class Config>
-__device__ void neighborhood_dq(const NeighborhoodParams& p) {
-  using T = typename Config::T;
-  using A = Accumulator<T>;
-  constexpr int kWarps = Config::kThreads / 32;
-  const int lane = threadIdx.x % 32;
-  const int64 items = item_count(p, p.heads);
-
-  for (int64 item = blockIdx.x * int64(kWarps) + threadIdx.x / 32; item < items;
-       item += gridDim.x * int64(kWarps)) {
-    const Token query = token_of(item, p.heads, p.space);
-    const int kv_head = query.head / (p.heads / p.kv_heads);
-    const Box keys = box_of<false>(p, query.at);
-    const A lse = *row_of<const A>(p.lse, query, query.head);
-    const A delta = *row_of<const A>(p.delta, query, query.head);
-
-    Features<T, Config::kDim / 32> q, dy, k, v, dq;
-    q.load(row_of<const T>(p.q, query, query.head), p.head_dim, lane);
-    dy.load(row_of<const T>(p.dy, query, query.head), p.value_dim, lane);
     dq.clear();
-
-    for (int i0 = 0; i0 < keys.count[0]; ++i0) {
-      for (int i1 = 0; i1 < keys.count[1]; ++i1) {
-        for (int i2 = 0; i2 < keys.count[2]; ++i2) {
-          const int at0 = keys.position(0, i0), at1 = keys.position(1, i1),
-                    at2 = keys.position(2, i2);
-          k.load(row_of<const T>(p.k, query.batch, at0, at1, at2, kv_head), p.head_dim, lane);
-          v.load(row_of<const T>(p.v, query.batch, at0, at1, at2, kv_head), p.value_dim, lane);
-          const A weight = exponential(A(p.scale) * q.dot(k) - lse);
-          dq.add(weight * (dy.dot(v) - delta), k);
-        }
-      }
-    }
+    for_each_key<T>(p, query, [&](const T* k_row, const T* v_row) {
+      k.load(k_row, p.head_dim, lane);
+      v.load(v_row, p.value_dim, lane);
+      const A weight = exponential(multiply_add(A(p.scale), q.dot(k), -lse));
+      dq.add(weight * (dy.dot(v) - delta), k);
+    });
     dq.store(row_of<T>(p.dq, query, query.head), p.head_dim, lane, A(p.scale));
   }
 }
@@ -114,7 +100,7 @@ __device__ void neighborhood_dkdv(const NeighborhoodParams& p) {
             dy.load(row_of<const T>(p.dy, query, head), p.value_dim, lane);
             const A lse = *row_of<const A>(p.lse, query, head);
             const A delta = *row_of<const A>(p.delta, query, head);
-            const A weight = exponential(A(p.scale) * q.dot(k) - lse);
+            const A weight = exponential(multiply_add(A(p.scale), q.dot(k), -lse));
             dk.add(weight * (dy.dot(v) - delta), q);
             dv.add(weight, dy);
           }

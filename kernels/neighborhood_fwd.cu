@@ -18,7 +18,6 @@
 // This is the plain row: it takes every problem and is the baseline that faster rows are
 // measured against. A key outside the window is never loaded, so its NaN cannot matter.
 #include "common/features.cuh"
-#include "common/token.cuh"
 #include "common/window.cuh"
 
 // The running softmax of a row: largest score so far and the sum of exponentials relative to it.
@@ -27,8 +26,10 @@ struct OnlineSoftmax {
   A largest = negative_infinity<A>();
   A sum = A(0);
 
-  // Take in a score; `rescale` is what earlier weights must be multiplied by.
-  __device__ A weight(A score, A& rescale) {
+  // Take in the score scale * dot; `rescale` is what earlier weights must be multiplied by. The
+  // exponent is formed with one rounding, as in the backward, where lse stands for `largest`.
+  __device__ A weight(A scale, A dot, A& rescale) {
+    const A score = scale * dot;
     rescale = A(1);
     if (score > largest) {
       rescale = exponential(largest - score);
@@ -36,7 +37,9 @@ struct OnlineSoftmax {
       sum *= rescale;
     }
     // -inf minus -inf would be NaN; such a key has no weight.
-    const A w = score == negative_infinity<A>() ? A(0) : exponential(score - largest);
+    const A w = score == negative_infinity<A>()
+                    ? A(0)
+                    : exponential(multiply_add(scale, dot, -largest));
     sum += w;
     return w;
   }
@@ -53,28 +56,19 @@ __device__ void neighborhood_forward(const NeighborhoodParams& p) {
   for (int64 item = blockIdx.x * int64(kWarps) + threadIdx.x / 32; item < items;
        item += gridDim.x * int64(kWarps)) {
     const Token query = token_of(item, p.heads, p.space);
-    const int kv_head = query.head / (p.heads / p.kv_heads);
-    const Box keys = box_of<false>(p, query.at);
-
     Features<T, Config::kDim / 32> q, k, v, y;
     q.load(row_of<const T>(p.q, query, query.head), p.head_dim, lane);
     y.clear();
     OnlineSoftmax<A> softmax;
 
-    for (int i0 = 0; i0 < keys.count[0]; ++i0) {
-      for (int i1 = 0; i1 < keys.count[1]; ++i1) {
-        for (int i2 = 0; i2 < keys.count[2]; ++i2) {
-          const int at0 = keys.position(0, i0), at1 = keys.position(1, i1),
-                    at2 = keys.position(2, i2);
-          k.load(row_of<const T>(p.k, query.batch, at0, at1, at2, kv_head), p.head_dim, lane);
-          A rescale;
-          const A weight = softmax.weight(A(p.scale) * q.dot(k), rescale);
-          v.load(row_of<const T>(p.v, query.batch, at0, at1, at2, kv_head), p.value_dim, lane);
-          y.scale(rescale);
-          y.add(weight, v);
-        }
-      }
-    }
+    for_each_key<T>(p, query, [&](const T* k_row, const T* v_row) {
+      k.load(k_row, p.head_dim, lane);
+      A rescale;
+      const A weight = softmax.weight(A(p.scale), q.dot(k), rescale);
+      v.load(v_row, p.value_dim, lane);
+      y.scale(rescale);
+      y.add(weight, v);
+    });
 
     y.store(row_of<T>(p.y, query, query.head), p.value_dim, lane, A(1) / softmax.sum);
     if (lane == 0 && p.lse.data != nullptr) {

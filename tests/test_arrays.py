@@ -9,6 +9,7 @@ import numpy as np
 import oracle
 import problems
 import pytest
+from cupyattn._arrays import external_stream
 from kinds import DTYPES, KINDS, LAYOUTS, lower, mk, raw, spin
 from problems import check, check_layouts, check_out, flat
 from tolerance import agree, identical
@@ -183,7 +184,7 @@ def test_torch_autograd_function(torch_kind):
         def backward(ctx, dy):
             q, k, v, y, lse = ctx.saved_tensors
             return (*cupyattn.neighborhood_attention_backward(
-                dy, q, k, v, y, lse, ctx.kernel_size), None)
+                dy, q, k, v, y.detach(), lse.detach(), ctx.kernel_size), None)
 
     problem = problems.NEIGHBORHOOD[0]
     q, k, v, dy, _ = problem.inputs("f32")
@@ -261,7 +262,7 @@ def streams(cp):
     """Name to stream: legacy default, per-thread default, one of its own, a wrapped one."""
     own = cp.cuda.Stream(non_blocking=True)
     return {"null": cp.cuda.Stream.null, "per_thread": cp.cuda.Stream.ptds, "own": own,
-            "external": cp.cuda.ExternalStream(own.ptr)}
+            "external": external_stream(own.ptr)}
 
 
 @gpu
@@ -304,7 +305,7 @@ def test_calls_run_on_torchs_current_stream(torch_kind, problem):
         torch.cuda.synchronize()
         side = torch.cuda.Stream()
         with torch.cuda.stream(side), cupy.cuda.Stream(non_blocking=True):
-            spin(20, cupy.cuda.ExternalStream(side.cuda_stream))
+            spin(20, external_stream(side.cuda_stream))
             for x, value in zip(arrays, kept):
                 x.copy_(value)
             results = [torch_kind.get(x) for x in flat(call())]
@@ -335,7 +336,6 @@ def test_calls_do_not_wait(cupy_kind, problem):
 @torch_mark
 @each
 def test_calls_on_tensors_do_not_wait(torch_kind, problem):
-    import cupy
 
     torch = torch_kind.xp
     side = torch.cuda.Stream()
@@ -345,7 +345,7 @@ def test_calls_on_tensors_do_not_wait(torch_kind, problem):
             for given in (None, out):
                 call(given)
                 side.synchronize()
-                spin(100, cupy.cuda.ExternalStream(side.cuda_stream))
+                spin(100, external_stream(side.cuda_stream))
                 busy = side.record_event()
                 call(given)
                 assert not busy.query()

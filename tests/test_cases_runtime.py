@@ -15,6 +15,7 @@ import numpy as np
 import oracle
 import problems
 import pytest
+from cupyattn._arrays import external_stream
 from kinds import KINDS, call, capture, lower, mk, mta, na, raw, rope, spin
 from problems import check
 from tolerance import agree, identical
@@ -237,6 +238,7 @@ compiler._NVRTCProgram.compile = counted
 import warnings
 warnings.simplefilter("ignore")
 import kinds, test_cases_runtime as t
+# then
 right = True
 try:
     t.forward_of_each(kinds.KINDS["cupy"])
@@ -314,11 +316,15 @@ def test_b83_source_text_is_the_same_in_every_process():
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_b84_processes_race_on_the_cache(tmp_path):
-    blocked = tmp_path / "file"
-    blocked.write_text("a folder cannot be made below a file")
-    folders = [tmp_path / "cache"] * 8 + [blocked / "cache"]
-    for process in [start(folder) for folder in folders]:
+    # CuPy makes the folder on import; a file in its place is one that cannot be written to, for
+    # any user.
+    lost = tmp_path / "lost"
+    lose = f"import os; os.rmdir({str(lost)!r}); open({str(lost)!r}, 'w')"
+    blocked = WORKER.replace("# then", lose)
+    processes = [start(tmp_path / "cache") for _ in range(8)] + [start(lost, blocked)]
+    for process in processes:
         assert json.loads(finished(process))["right"] is True
+    assert lost.is_file()
 
 
 def test_b98_sources_include_their_own_headers_only():
@@ -337,7 +343,6 @@ def test_b98_sources_include_their_own_headers_only():
 @pytest.mark.gpu
 @pytest.mark.torch
 def test_b88_torch_streams(torch_kind):
-    import cupy
 
     torch = torch_kind.xp
     source, (cos, sin) = mk(0, (2, 5, 3, 16)), cupyattn.rope_table(5, 16)
@@ -349,11 +354,11 @@ def test_b88_torch_streams(torch_kind):
         side.wait_stream(torch.cuda.current_stream())
         with warnings.catch_warnings(), torch.cuda.stream(side):
             warnings.simplefilter("error")
-            spin(10, cupy.cuda.ExternalStream(side.cuda_stream))
+            spin(10, external_stream(side.cuda_stream))
             x.copy_(good)
             y = cupyattn.rope(x, None, c, s, layout="bshd")[0]
             agree(y.cpu().numpy(), exact, case=True)  # orders on the side stream, and no other
-            spin(10, cupy.cuda.ExternalStream(side.cuda_stream))
+            spin(10, external_stream(side.cuda_stream))
             x.mul_(2)
         torch.cuda.current_stream().wait_stream(side)
         y = cupyattn.rope(x, None, c, s, layout="bshd")[0]
@@ -367,7 +372,7 @@ def test_b88_cupy_streams(cupy_kind, which):
     cp = cupy_kind.xp
     side = cp.cuda.Stream(non_blocking=True)
     stream = {"null": cp.cuda.Stream.null, "per_thread": cp.cuda.Stream.ptds, "side": side,
-              "external": cp.cuda.ExternalStream(side.ptr)}[which]
+              "external": external_stream(side.ptr)}[which]
     source, table = mk(0, (2, 5, 3, 16)), cupyattn.rope_table(5, 16)
     exact = oracle.rope(source, np.arange(5), oracle.inv_freq(16))
     good, cos, sin = (cupy_kind.put(t) for t in (source, *table))

@@ -122,7 +122,7 @@ class Plain(Row):
                       threads=self.THREADS)
 
     def kernels(self) -> tuple[Kernel, ...]:
-        parts = ("delta", "dq", "dkdv") if self.backward else ("forward",)
+        parts = ("dq", "dkdv") if self.backward else ("forward",)
         return tuple(self._kernel(part) for part in parts)
 
     def program(self, problem: Problem, device: Device) -> Program:
@@ -139,8 +139,7 @@ class Plain(Row):
             return Program((step("forward", problem.heads, "q", "k", "v", "y", *lse),))
         dlse = ("dlse",) if problem.dlse else ()
         return Program(
-            (step("delta", problem.heads, "dy", "y", "delta", *dlse),
-             step("dq", problem.heads, "q", "k", "v", "dy", "lse", "delta", "dq"),
+            (step("dq", problem.heads, "q", "k", "v", "dy", "lse", *dlse, "delta", "dq"),
              step("dkdv", problem.kv_heads, "q", "k", "v", "dy", "lse", "delta", "dk", "dv")),
             {"delta": problem.lse_layout})
 

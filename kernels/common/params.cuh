@@ -25,7 +25,7 @@ struct MatrixView {
 
 struct NeighborhoodParams {
   TokenView q, k, v, y, lse;       // lse: natural log of the sum of exponentials
-  TokenView dy, dlse, delta;       // delta: rowsum(dy * y) - dlse
+  TokenView dy, dlse, delta;       // delta: the mean of dp under p, less dlse
   TokenView dq, dk, dv;
   int64 batch;
   int space[3];

@@ -54,6 +54,10 @@ __device__ inline double exponential(double x) { return exp(x); }
 __device__ inline float logarithm(float x) { return logf(x); }
 __device__ inline double logarithm(double x) { return log(x); }
 
+// a * b + c with one rounding.
+__device__ inline float multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
+__device__ inline double multiply_add(double a, double b, double c) { return fma(a, b, c); }
+
 template <class A>
 __device__ inline A negative_infinity() {
   return A(__uint_as_float(0xff800000u));

@@ -5,6 +5,7 @@
 // count within the group.
 #pragma once
 #include "common/params.cuh"
+#include "common/token.cuh"
 
 struct Interval {
   int start, end;
@@ -77,4 +78,21 @@ __device__ inline Box box_of(const NeighborhoodParams& p, const int (&at)[3]) {
     box.count[a] = max(in.end - in.start, 0);
   }
   return box;
+}
+
+// Call visit(k row, v row) for every key of a query, in one fixed order.
+template <class T, class Visit>
+__device__ void for_each_key(const NeighborhoodParams& p, const Token& query, Visit visit) {
+  const int kv_head = query.head / (p.heads / p.kv_heads);
+  const Box keys = box_of<false>(p, query.at);
+  for (int i0 = 0; i0 < keys.count[0]; ++i0) {
+    for (int i1 = 0; i1 < keys.count[1]; ++i1) {
+      for (int i2 = 0; i2 < keys.count[2]; ++i2) {
+        const int at0 = keys.position(0, i0), at1 = keys.position(1, i1),
+                  at2 = keys.position(2, i2);
+        visit(row_of<const T>(p.k, query.batch, at0, at1, at2, kv_head),
+              row_of<const T>(p.v, query.batch, at0, at1, at2, kv_head));
+      }
+    }
+  }
 }
