@@ -271,7 +271,8 @@ def streams(cp):
 def test_calls_run_on_cupys_current_stream(cupy_kind, problem, which):
     """Inputs arrive late on that stream; a call on another one would read zeros."""
     cp = cupy_kind.xp
-    stream = streams(cp)[which]
+    named = streams(cp)  # alive throughout: the wrapped one does not own its stream
+    stream = named[which]
     for call in problem.calls(cupy_kind, "f32"):
         expected = lower(cupy_kind, tuple(flat(call())))
         arrays = [x for x in flat(call.arrays) if isinstance(x, cp.ndarray)]

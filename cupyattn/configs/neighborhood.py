@@ -108,6 +108,8 @@ class Plain(Row):
     def refuses(self, problem: Problem, device: Device) -> str | None:
         if problem.q.dtype != self.dtype:
             return f"dtype {problem.q.dtype} is not {self.dtype}"
+        if max(problem.space) >= 2**31:
+            return f"a space extent of {max(problem.space)} exceeds 2**31 - 1"
         for name in ("head_dim", "value_dim"):
             if getattr(problem, name) > self.dim:
                 return f"{name} {getattr(problem, name)} exceeds {self.dim}"

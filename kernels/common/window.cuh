@@ -2,7 +2,7 @@
 //
 // An axis of length L with dilation d falls into d groups; position i is number i / d of group
 // i % d, and only positions of one group see each other. All intervals here are half open and
-// count within the group.
+// count within the group. Sums are ordered so that no extent below 2^31 overflows an int.
 #pragma once
 #include "common/params.cuh"
 #include "common/token.cuh"
@@ -18,14 +18,14 @@ struct Axis {
   // The key positions of query position p in a group of n (spec: border rules "shift", "clip").
   __device__ Interval keys(int p, int n) const {
     if (clip) {
-      return {max(p - window / 2, 0), causal ? p + 1 : min(p + window / 2 + 1, n)};
+      return {max(p - window / 2, 0), p + 1 + (causal ? 0 : min(window / 2, n - 1 - p))};
     }
     const int first = p / stride * stride;  // of p's stride group; its leader stands for all
     if (causal) {
-      const int leader = min(first + stride - 1, n - 1);
+      const int leader = first + min(stride - 1, n - 1 - first);
       return {max(leader - window + 1, 0), p + 1};
     }
-    const int leader = min(first + stride / 2, n - 1);
+    const int leader = first + min(stride / 2, n - 1 - first);
     const int start = min(max(leader - window / 2, 0), n - window);
     return {start, start + window};
   }
@@ -44,7 +44,7 @@ struct Axis {
   __device__ static int first(Condition holds, int n) {
     int low = 0, high = n;
     while (low < high) {
-      const int middle = (low + high) / 2;
+      const int middle = low + (high - low) / 2;
       if (holds(middle)) {
         high = middle;
       } else {
@@ -70,7 +70,7 @@ template <bool kInverse>  // false: the keys of a query; true: the queries of a 
 __device__ inline Box box_of(const NeighborhoodParams& p, const int (&at)[3]) {
   Box box;
   for (int a = 0; a < 3; ++a) {
-    const int d = p.dilation[a], group = at[a] % d, n = (p.space[a] - group + d - 1) / d;
+    const int d = p.dilation[a], group = at[a] % d, n = (p.space[a] - group - 1) / d + 1;
     const Axis axis = axis_of(p, a);
     const Interval in = kInverse ? axis.queries(at[a] / d, n) : axis.keys(at[a] / d, n);
     box.first[a] = group + in.start * d;
