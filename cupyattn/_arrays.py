@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -95,6 +95,10 @@ class Library:
         raise NotImplementedError
 
     def empty(self, layout: Layout, device: int) -> Any:
+        return self.maker(layout, device)()
+
+    def maker(self, layout: Layout, device: int) -> Callable[[], Any]:
+        """Return a function that allocates such an array on the device, when it is current."""
         raise NotImplementedError
 
     def zeros(self, layout: Layout, device: int) -> Any:
@@ -127,8 +131,8 @@ class NumPy(Library):
     def device(self, x):
         return -1
 
-    def empty(self, layout, device):
-        return np.empty(layout.shape, NUMPY_DTYPE[layout.dtype])
+    def maker(self, layout, device):
+        return functools.partial(np.empty, layout.shape, NUMPY_DTYPE[layout.dtype])
 
     def zeros(self, layout, device):
         return np.zeros(layout.shape, NUMPY_DTYPE[layout.dtype])
@@ -184,8 +188,8 @@ class CuPy(Library):
     def entered(self, stream, device):
         return stream
 
-    def empty(self, layout, device):
-        return self._new(layout.shape, NUMPY_DTYPE[layout.dtype])
+    def maker(self, layout, device):
+        return functools.partial(self._new, layout.shape, NUMPY_DTYPE[layout.dtype])
 
     def zeros(self, layout, device):
         return self._cupy.zeros(layout.shape, NUMPY_DTYPE[layout.dtype])
@@ -261,10 +265,11 @@ class Torch(Library):
             self._devices[device] = self._torch.device("cuda", device)
         return self._devices[device]
 
-    def empty(self, layout, device):
+    def maker(self, layout, device):
         # Of torch's allocating functions the one that costs the host least.
-        return self._torch.empty_strided(layout.shape, layout.strides,
-                                         dtype=self._dtype[layout.dtype], device=self._on(device))
+        return functools.partial(
+            self._torch.empty_strided, layout.shape, layout.strides,
+            dtype=self._dtype[layout.dtype], device=self._on(device))
 
     def zeros(self, layout, device):
         return self._torch.zeros(layout.shape, dtype=self._dtype[layout.dtype],
@@ -333,6 +338,7 @@ def _foreign_library() -> Foreign:
 
 _numpy = NumPy()
 _by_type: dict[type, Library] = {np.ndarray: _numpy}
+_on_device: dict[type, Library] = {}  # those of CuPy and torch, for calls after the first
 
 
 def _library_of(name: str, x: Any) -> Library:
@@ -354,6 +360,8 @@ def _library_of(name: str, x: Any) -> Library:
         raise TypeError(f"{name} is a {type(x).__name__}; accepted are NumPy arrays, CuPy "
                         "arrays, and torch tensors or other DLPack arrays on a CUDA device")
     _by_type[type(x)] = library
+    if type(library) in (CuPy, Torch):
+        _on_device[type(x)] = library
     return library
 
 
@@ -369,8 +377,7 @@ def known_library(arrays: Sequence[Any]) -> Library | None:
     """Return the device library of the first array if its type has been seen, else None."""
     for x in arrays:
         if x is not None:
-            library = _by_type.get(type(x))
-            return library if type(library) in (CuPy, Torch) else None
+            return _on_device.get(type(x))
     return None
 
 

@@ -15,7 +15,6 @@ import os
 import sys
 import threading
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from . import _arrays, _device, _jit, _select
+from ._select import _forced
 from ._arrays import FLOAT_NAMES, Library
 from ._errors import KernelError, PerformanceWarning
 from ._params import STRUCTS, offset_of
@@ -61,9 +61,13 @@ class Operator:
     over : str
         The array that everything is summed over: where it is empty all results are zero.
     scalars : tuple of str
-        Integers that may change from call to call without a new problem.
-    verify : function of (problem, scalars), optional
-        Checks the scalars of a call.
+        Integers that may change from call to call without a new problem; one at most.
+    bounds : function of (problem), optional
+        Least and greatest value of that scalar, or None where any will do.
+    out_of_bounds : function of (problem, scalar), optional
+        Raises for a scalar outside them.
+    mixed : bool
+        Whether options may be tuples, whose items' types count too.
     flops : function of (problem)
         The useful operations.
     """
@@ -81,7 +85,15 @@ class Operator:
     strided_results: tuple[str, ...] = ()
     over: str = ""
     scalars: tuple[str, ...] = ()
-    verify: Callable[[Any, Sequence[int]], None] | None = None
+    bounds: Callable[[Any], tuple[int, int] | None] = lambda problem: None
+    out_of_bounds: Callable[[Any, int], None] | None = None
+    mixed: bool = False
+
+    def check_scalars(self, problem: Any, scalars: Sequence[int]) -> None:
+        bounds = self.bounds(problem)
+        if bounds is not None and not bounds[0] <= scalars[0] <= bounds[1]:
+            assert self.out_of_bounds is not None
+            self.out_of_bounds(problem, scalars[0])
 
 
 # ---------------------------------------------------------------------------------------- calls
@@ -90,7 +102,7 @@ class Operator:
 _stopping: contextvars.ContextVar[bool] = contextvars.ContextVar("cupyattn_stop", default=False)
 
 _MEMO_SIZE = 4096
-_memo: OrderedDict[tuple, Prepared] = OrderedDict()
+_memo: dict[tuple, Prepared] = {}  # in order of insertion, the oldest leaves first
 _memo_lock = threading.Lock()
 
 
@@ -108,7 +120,8 @@ def call(operator: Operator, arrays: Sequence[Any], options: tuple, out: Sequenc
         return _first_call(operator, arrays, options, out, scalars, constants)
     try:
         signature, addresses = library.read(arrays)
-        key: tuple = (operator.name, options, _types(options), signature, _select.forced())
+        key: tuple = (operator.name, options, _types(options) if operator.mixed
+                      else tuple(map(type, options)), signature, _forced.get())
         if out is not None:
             out_signature, out_addresses = library.read(out)
             key += (out_signature,)
@@ -164,7 +177,7 @@ def _first_call(operator: Operator, arrays: Sequence[Any], options: tuple,
             with _memo_lock:
                 _memo[key] = prepared
                 if len(_memo) > _MEMO_SIZE:
-                    _memo.popitem(last=False)
+                    del _memo[next(iter(_memo))]
         return prepared.run(arrays, addresses, out, scalars)
 
 
@@ -264,9 +277,8 @@ class Prepared:
             name = operator.arrays[i]
             layouts[name] = Layout(layouts[name].shape, layouts[name].dtype)  # type: ignore
         self.problem = operator.problem(layouts, request.options)
-        self.verify = operator.verify
-        if self.verify is not None:
-            self.verify(self.problem, request.scalars)
+        operator.check_scalars(self.problem, request.scalars)
+        self._operator, self._bounds = operator, operator.bounds(self.problem)
         results = operator.results(self.problem)
         self.results = list(results.values())
         self.out_check = OutCheck(request, inputs, results)
@@ -279,6 +291,8 @@ class Prepared:
             _warn_of_plain(operator, self.row, self.problem, properties)
             self.program = self.row.program(self.problem, properties)
         self._set_launches(operator, request, list(results))
+        self._make = [library.maker(layout, device) for layout in self.results]
+        self._simple = bool(self.launches) and not self.copied and not self.scratch_bytes
 
     def _set_launches(self, operator: Operator, request: Request, results: list[str]) -> None:
         """Number the buffers and make a launch of each step."""
@@ -320,11 +334,20 @@ class Prepared:
     def run(self, arrays: Sequence[Any], addresses: list[int], out: Sequence[Any] | None,
             scalars: Sequence[int]) -> list[Any]:
         """Allocate what is missing and queue the kernels. The device must be current."""
-        library, device = self.library, self.device
+        library, device, bounds = self.library, self.device, self._bounds
         if _faults:
             raise_faults()
-        if self.verify is not None:
-            self.verify(self.problem, scalars)
+        if bounds is not None and not bounds[0] <= scalars[0] <= bounds[1]:
+            self._operator.check_scalars(self.problem, scalars)
+        if out is None and self._simple:  # nothing but what every call needs
+            results = []
+            for make in self._make:
+                x = make()
+                results.append(x)
+                addresses.append(library.pointer(x))
+            self._queue(addresses, scalars, library.stream(device))
+            return results
+
         temporaries: list[Any] = []
         for i in self.copied:
             copy = library.contiguous(arrays[i])
@@ -334,38 +357,44 @@ class Prepared:
             return self._zeros(out)
 
         if out is None:
-            results = [library.empty(layout, device) for layout in self.results]
+            results = [make() for make in self._make]
             written = results
         else:
             results, written = [], []
-            for given, layout, direct in zip(out, self.results, self.out_check.direct):
-                target = library.empty(layout, device) if given is None or not direct else given
+            for given, make, direct in zip(out, self._make, self.out_check.direct):
+                target = make() if given is None or not direct else given
                 results.append(target if given is None else given)
                 written.append(target)
                 if not direct:
                     temporaries.append(target)
-        words = addresses + [library.pointer(x) for x in written]
-        words += scalars
-        words += self._fixed
+        addresses += [library.pointer(x) for x in written]
+        base = 0
         if self.scratch_bytes:
             memory = library.empty(self._scratch_layout, device)
             base = library.pointer(memory)
-            words += [base + offset for offset in self._scratch_at]
             temporaries.append(memory)
-
         stream = library.stream(device)
-        with self._lock:  # the blocks are shared; the driver copies them during the call
-            for launch in self.launches:
-                launch(words, stream)
+        self._queue(addresses, scalars, stream, base)
         if written is not results:
             for x, target in zip(written, results):
                 if x is not target:
                     library.assign(target, x)
         if temporaries and _capturing(stream):
             _keeper.get().extend(temporaries)
+        return results
+
+    def _queue(self, words: list[int], scalars: Sequence[int], stream: int, scratch: int = 0
+               ) -> None:
+        """Launch every kernel; `words` holds the addresses of inputs and results."""
+        words += scalars
+        words += self._fixed
+        for offset in self._scratch_at:
+            words.append(scratch + offset)
+        with self._lock:  # the blocks are shared; the driver copies them during the call
+            for launch in self.launches:
+                launch(words, stream)
         if _VERBOSE:
             _report(self)
-        return results
 
     def _zeros(self, out: Sequence[Any] | None) -> list[Any]:
         library = self.library
@@ -481,14 +510,15 @@ def _must_copy(operator: Operator, name: str, layout: Layout | None) -> bool:
 
 
 def _warn_of_plain(operator: Operator, row: Row, problem: Any, device: Device) -> None:
-    """Warn, once a problem, that a plain row runs although the device has a faster one."""
+    """Warn, once a problem, that a plain row runs although a faster one takes other sizes."""
     if not row.name.startswith("plain") or _select.forced():
         return
+    kind = row.kind()
     reasons = [f"{other.name}: {reason}" for other, reason in _select.refusals(
         operator.table, problem, device) if not other.name.startswith("plain")
-        and (other.target or device.target).rstrip("a") == device.target]
+        and other.kind() == kind and (other.target or device.target).rstrip("a") == device.target]
     if reasons:
-        warnings.warn(f"{operator.name} runs its plain kernel {row.name}; the faster ones refuse: "
+        warnings.warn(f"{operator.name} runs its plain kernel {row.name}; faster ones refuse: "
                       + "; ".join(reasons), PerformanceWarning, stacklevel=6)
 
 
@@ -537,8 +567,7 @@ def _call_reference(request: Request) -> list[Any]:
     operator, library, out = request.operator, request.library, request.out
     layouts = request.layouts()
     problem = operator.problem(layouts, request.options)
-    if operator.verify is not None:
-        operator.verify(problem, request.scalars)
+    operator.check_scalars(problem, request.scalars)
     results = operator.results(problem)
     if out is not None:
         _check_out(request, results, -1)

@@ -153,6 +153,10 @@ class Row:
     def name(self) -> str:
         raise NotImplementedError
 
+    def kind(self) -> tuple:
+        """Return what a problem must have whatever its sizes, such as the dtype."""
+        return tuple(getattr(self, name, None) for name in ("dtype", "table_dtype", "activation"))
+
     def refuses(self, problem: Any, device: Device) -> str | None:
         """Return the reason why this row cannot do the problem, or None if it can."""
         raise NotImplementedError

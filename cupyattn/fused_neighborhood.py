@@ -217,13 +217,15 @@ def _flops(problem: Problem, backward: bool) -> int:
 
 _ANY = frozenset({*WEIGHTS, *BIASES, "cos", "sin"})
 FORWARD = Operator(
-    name="fused_neighborhood_fwd", arrays=(*_INPUTS, "cos", "sin"), table=configs.FORWARD,
+    name="fused_neighborhood_fwd", mixed=True, arrays=(*_INPUTS, "cos", "sin"),
+    table=configs.FORWARD,
     normalise=lambda arrays, options: _normalise(arrays[0], options),
     problem=_checks.fused_neighborhood, results=_forward_results, reference=_forward_reference,
     flops=lambda p: _flops(p, False), any_strides=_ANY,
     as_matrix=frozenset({"hidden_states"}), over="hidden_states")
 BACKWARD = Operator(
-    name="fused_neighborhood_bwd", arrays=("dy", *_INPUTS, "cos", "sin", *_RESIDUALS),
+    name="fused_neighborhood_bwd", mixed=True,
+    arrays=("dy", *_INPUTS, "cos", "sin", *_RESIDUALS),
     table=configs.BACKWARD, normalise=lambda arrays, options: _normalise(arrays[1], options),
     problem=_checks.fused_neighborhood, results=_backward_results,
     reference=_backward_reference, flops=lambda p: _flops(p, True), any_strides=_ANY,

@@ -140,10 +140,11 @@ def _flops(problem: Problem) -> int:
 
 _ANY = frozenset({"dy", "scores", "weight", "bias"})
 FORWARD = Operator(
-    name="multi_token_fwd", arrays=("scores", "weight", "bias"), table=configs.FORWARD,
+    name="multi_token_fwd", mixed=True, arrays=("scores", "weight", "bias"), table=configs.FORWARD,
     normalise=_normalise, problem=_checks.multi_token, results=_forward_results,
     reference=_forward_reference, flops=_flops, any_strides=_ANY, over="scores")
 BACKWARD = Operator(
-    name="multi_token_bwd", arrays=("dy", "scores", "weight", "bias"), table=configs.BACKWARD,
+    name="multi_token_bwd", mixed=True, arrays=("dy", "scores", "weight", "bias"),
+    table=configs.BACKWARD,
     normalise=_normalise, problem=_checks.multi_token, results=_backward_results,
     reference=_backward_reference, flops=lambda p: 2 * _flops(p), any_strides=_ANY, over="dy")

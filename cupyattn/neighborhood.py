@@ -170,12 +170,12 @@ def pairs(problem: Problem) -> int:
 
 
 FORWARD = Operator(
-    name="neighborhood_fwd", arrays=("q", "k", "v"), table=configs.FORWARD,
+    name="neighborhood_fwd", mixed=True, arrays=("q", "k", "v"), table=configs.FORWARD,
     normalise=lambda arrays, options: _normalise(arrays[0], options),
     problem=_checks.neighborhood, results=_forward_results, reference=_forward_reference,
     flops=lambda p: 2 * pairs(p) * (p.head_dim + p.value_dim), over="q")
 BACKWARD = Operator(
-    name="neighborhood_bwd", arrays=("dy", "q", "k", "v", "y", "lse", "dlse"),
+    name="neighborhood_bwd", mixed=True, arrays=("dy", "q", "k", "v", "y", "lse", "dlse"),
     table=configs.BACKWARD, normalise=lambda arrays, options: _normalise(arrays[1], options),
     problem=_checks.neighborhood, results=_backward_results, reference=_backward_reference,
     flops=lambda p: 2 * pairs(p) * (3 * p.head_dim + 2 * p.value_dim),

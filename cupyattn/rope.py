@@ -218,13 +218,19 @@ def _normalise(arrays, options: tuple) -> tuple[Any, ...]:
             _checks.choice("layout", layout, _LAYOUTS), offsets)
 
 
-def _verify(problem: Problem, scalars) -> None:
-    """Check the rows that the host knows: all of them without position_ids."""
-    if problem.position_ids is None:
-        batch, seq = problem.some.shape[:2]
-        if batch and seq:
-            low, high = problem.offsets or (scalars[0], scalars[0])
-            _checks.rope_rows(low, high + seq - 1, problem.cos.shape[1])
+def _bounds(problem: Problem) -> tuple[int, int] | None:
+    """Return the offsets that keep every row inside the table, where the host knows the rows."""
+    batch, seq = problem.some.shape[:2]
+    if problem.position_ids is not None or not batch or not seq:
+        return None
+    low, high = problem.offsets or (0, 0)  # beside them the call's own offset is 0
+    return -low, problem.cos.shape[1] - seq - high
+
+
+def _out_of_bounds(problem: Problem, offset: int) -> None:
+    low, high = problem.offsets or (0, 0)
+    _checks.rope_rows(low + offset, high + offset + problem.some.shape[1] - 1,
+                      problem.cos.shape[1])
 
 
 def _results(problem: Problem) -> dict[str, Layout]:
@@ -255,4 +261,4 @@ ROPE = Operator(
     normalise=_normalise, problem=_checks.rope, results=_results, reference=_reference,
     flops=lambda p: sum(3 * x.size * p.rotary_dim // x.shape[-1] for x in p.given.values()),
     any_strides=frozenset({"cos", "sin", "position_ids"}), strided_results=("q_out", "k_out"),
-    scalars=("offset",), verify=_verify)
+    scalars=("offset",), bounds=_bounds, out_of_bounds=_out_of_bounds)

@@ -21,19 +21,9 @@
 // Config    T: element; Table: element of cos and sin
 // Sources   Su et al., "RoFormer", 2021
 #include "common/params.cuh"
-#include "common/types.cuh"
 #include "common/reduce.cuh"
-
-// The table row of a token; it may lie outside the table.
-__device__ inline int64 table_row(const RopeParams& p, int64 item, int64 token) {
-  int64 position = token;
-  if (p.position_ids) {
-    int64 at = item * p.position_stride[0] + token * p.position_stride[1];
-    position = p.wide_positions ? static_cast<const int64*>(p.position_ids)[at]
-                                : static_cast<const int*>(p.position_ids)[at];
-  }
-  return position + (p.offsets ? static_cast<const int64*>(p.offsets)[item] : p.offset);
-}
+#include "common/rope.cuh"
+#include "common/types.cuh"
 
 // Rotate all heads of one token. x and y may be the same; cos and sin point at the token's row.
 template <class Config>
@@ -59,8 +49,9 @@ __device__ void rotate_heads(const RopeParams& p, const typename Config::T* x, i
       int second = p.interleaved ? first + 1 : pair + pairs;
       A a = widen(from[first]);
       A b = widen(from[second]);
-      to[first] = narrow<T>(a * c - b * s);
-      to[second] = narrow<T>(b * c + a * s);
+      rotate_pair(a, b, c, s);
+      to[first] = narrow<T>(a);
+      to[second] = narrow<T>(b);
     }
     for (int channel = p.rotary_dim + lane; channel < p.head_dim; channel += kWarp) {
       to[channel] = from[channel];

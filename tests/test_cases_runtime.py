@@ -65,8 +65,11 @@ def test_b77_kinds_of_base_and_offset(kind):
         for a, b in zip(table, tables[0]):
             identical(a, b)
     five = rope(kind, x, *tables[0], offset=5)
-    for offset in (np.int32(5), np.int64(5), np.array(5)):
+    for offset in (np.int32(5), np.int64(5)):
         identical(rope(kind, x, *tables[0], offset=offset), five)
+    lifted = [kind.put(a) for a in (x, *tables[0])]
+    zero_d = cupyattn.rope(lifted[0], None, *lifted[1:], offset=np.array(5), layout="bshd")[0]
+    identical(kind.get(zero_d), five)
     for offset in (5.0, True, "5"):
         with pytest.raises(TypeError, match="offset"):
             rope(kind, x, *tables[0], offset=offset)

@@ -88,9 +88,9 @@ def convolution(dtype, activation):
                                (1, 1), "same", activation)
 
 
-def rotation(dtype, table):
-    x, t = Layout((2, 5, 3, 16), dtype), Layout((1, 9, 8), table)
-    return rope.Problem(x, x, x, x, t, t, None, None, 16, False, False)
+def rotation(dtype, table, rotary_dim):
+    x, t = Layout((2, 5, 3, 16), dtype), Layout((1, 9, rotary_dim // 2), table)
+    return rope.Problem(x, x, x, x, t, t, None, None, rotary_dim, False, False)
 
 
 def module(dtype, backward=False):
@@ -111,7 +111,7 @@ def problems(name):
     if name.startswith("multi_token"):
         return [convolution(d, a) for d in DTYPES for a in ("softmax", "sparsemax")]
     if name == "rope":
-        return [rotation(d, t) for d in DTYPES for t in DTYPES]
+        return [rotation(d, t, r) for d in DTYPES for t in DTYPES for r in (16, 6)]
     return [module(d, backward) for d in DTYPES]
 
 
@@ -125,7 +125,8 @@ def test_every_row_is_reached_and_makes_a_program(name):
         for step in program.steps:
             assert all(1 <= n <= limit for n, limit in zip(step.grid, (2**31 - 1, 65535, 65535)))
             assert step.kernel.threads <= 1024 and step.shared <= H200.shared_memory
-            assert step.kernel.name in KERNELS, "kernels() does not list what program() launches"
+            # Rows made for sizes list examples of their kernels, the others all of them.
+            assert step.kernel.name in KERNELS or not row.name.startswith("plain")
         chosen.add(row.name)
     assert chosen == {row.name for row in TABLES[name]}
 

@@ -4,6 +4,7 @@ import io
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import cupyattn
@@ -298,3 +299,22 @@ def test_every_operator_has_its_help(kind):
             assert explanation.row == call.explain().row
             seen.add(name)
     assert seen == set(OPERATORS)
+
+
+@pytest.mark.gpu
+def test_plain_rows_beside_faster_ones_warn_once(cupy_kind):
+    """A size that the fast row refuses is said; another dtype, which has none, is not."""
+    def rotate(head_dim, dtype):
+        q = cupy_kind.put(mk(0, (1, 2, 6, head_dim), dtype))
+        cos, sin = (cupy_kind.put(t) for t in cupyattn.rope_table(9, head_dim))
+        return cupyattn.rope(q, None, cos, sin)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        rotate(64, "f32")
+        rotate(22, "f64")
+        assert not caught
+        rotate(22, "f32")
+        rotate(22, "f32")
+    assert len(caught) == 1 and caught[0].category is cupyattn.PerformanceWarning
+    assert "vector_f32_table_f32: rotary_dim 22 is not a multiple of 8" in str(caught[0].message)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .._program import CTYPE, FLOATS, Device, Kernel, Layout, Program, Row, Step
+from .._program import CTYPE, FLOATS, ITEMSIZE, Device, Kernel, Layout, Program, Row, Step, cdiv
 
 _MAX_GRID = 2**31 - 1
 
@@ -73,6 +73,17 @@ def values(problem: Problem) -> dict[str, object]:
     return out
 
 
+def buffers(problem: Problem) -> dict[str, str]:
+    """Return the pointer fields of `RopeParams` that are set."""
+    names = [name for name in ("q", "k", "q_out", "k_out", "position_ids")
+             if getattr(problem, name) is not None] + ["cos", "sin"]
+    if problem.offsets:
+        names.append("offsets")
+    if problem.offsets or problem.position_ids is not None:
+        names.append("fault")  # else the host knows every row and has checked it
+    return {name: name for name in names}
+
+
 @dataclass(frozen=True)
 class Plain(Row):
     """A block per token, any problem of one dtype and one dtype of tables."""
@@ -105,16 +116,99 @@ class Plain(Row):
                        threads=self.THREADS),)
 
     def program(self, problem: Problem, device: Device) -> Program:
-        constant = values(problem)
-        buffers = [name for name in ("q", "k", "q_out", "k_out", "position_ids")
-                   if getattr(problem, name) is not None] + ["cos", "sin"]
-        if problem.offsets:
-            buffers.append("offsets")
-        if problem.offsets or problem.position_ids is not None:
-            buffers.append("fault")  # else the host knows every row and has checked it
         batch, seq = problem.some.shape[:2]
-        return Program((Step(self.kernels()[0], (min(batch * seq, _MAX_GRID), 1, 1), constant,
-                             {name: name for name in buffers}, {"offset": "offset"}),))
+        return Program((Step(self.kernels()[0], (min(batch * seq, _MAX_GRID), 1, 1),
+                             values(problem), buffers(problem), {"offset": "offset"}),))
 
 
-TABLE = tuple(Plain(dtype, table_dtype) for dtype in FLOATS for table_dtype in FLOATS)
+_VECTOR = 16  # bytes of the widest access
+
+
+@dataclass(frozen=True)
+class VectorRow(Row):
+    """16-byte accesses, several heads in flight a thread, a table row kept in registers."""
+
+    dtype: str
+    table_dtype: str
+
+    SLOTS = 8  # heads that a block works on at a time (kSlots in rope_vector.cu)
+    THREADS = 128  # about; a whole number of tokens
+
+    @property
+    def name(self) -> str:
+        return f"vector_{self.dtype}_table_{self.table_dtype}"
+
+    @property
+    def size(self) -> int:
+        """Return how many elements one access holds."""
+        return _VECTOR // ITEMSIZE[self.dtype]
+
+    def refuses(self, problem: Problem, device: Device) -> str | None:
+        some, size = problem.some, self.size
+        if some.dtype != self.dtype:
+            return f"dtype {some.dtype} is not {self.dtype}"
+        if problem.cos.dtype != self.table_dtype:
+            return f"dtype {problem.cos.dtype} of the tables is not {self.table_dtype}"
+        if problem.rotary_dim == 0 or problem.rotary_dim % (2 * size):
+            return f"rotary_dim {problem.rotary_dim} is not a multiple of {2 * size}"
+        if problem.rotary_dim // (2 * size) * self.SLOTS > 1024:
+            return f"rotary_dim {problem.rotary_dim} exceeds {2 * size * 1024 // self.SLOTS}"
+        if (some.shape[3] - problem.rotary_dim) % size:
+            return f"head_dim {some.shape[3]} less rotary_dim is not a multiple of {size}"
+        if some.shape[0] > 65535:
+            return f"batch {some.shape[0]} exceeds 65535"
+        for name in ("q", "k", "q_out", "k_out"):
+            layout = getattr(problem, name)
+            if layout is not None and not _rows_aligned(layout):
+                return f"{name} has rows that do not start at multiples of {_VECTOR} bytes"
+        return None
+
+    def _kernel(self, lanes: int, unroll: int, interleaved: bool, table_vectors: bool) -> Kernel:
+        tokens = max(1, self.THREADS // (self.SLOTS * lanes))
+        form = "interleaved" if interleaved else "half_split"
+        width = "vectors" if table_vectors else "elements"
+        return Kernel(
+            name=f"rope__{self.name}__{form}_l{lanes}_u{unroll}_{width}", source="rope_vector.cu",
+            function="rope_vector", params="RopeParams",
+            config=(f"using T = {CTYPE[self.dtype]};", f"using Table = {CTYPE[self.table_dtype]};",
+                    f"static constexpr int kLanes = {lanes};",
+                    f"static constexpr int kUnroll = {unroll};",
+                    f"static constexpr bool kInterleaved = {str(interleaved).lower()};",
+                    f"static constexpr bool kTableVectors = {str(table_vectors).lower()};"),
+            threads=tokens * self.SLOTS * lanes)
+
+    def kernels(self) -> tuple[Kernel, ...]:
+        vectors = self._fits_vectors
+        return (self._kernel(1, 1, False, False), self._kernel(8, 5, False, vectors),
+                self._kernel(16, 5, True, vectors))
+
+    @property
+    def _fits_vectors(self) -> bool:
+        """Whether a thread's share of a table row is a whole number of accesses."""
+        return self.size * ITEMSIZE[self.table_dtype] >= _VECTOR
+
+    def program(self, problem: Problem, device: Device) -> Program:
+        batch, seq = problem.some.shape[:2]
+        heads = sum(x.shape[2] for x in (problem.q, problem.k) if x is not None)
+        table_vectors = self._fits_vectors and problem.table_step == 1 and all(
+            x.unit_last and _rows_aligned(x) for x in (problem.cos, problem.sin))
+        kernel = self._kernel(problem.rotary_dim // (2 * self.size),
+                              min(max(cdiv(heads, self.SLOTS), 1), 5), problem.interleaved,
+                              table_vectors)
+        tokens = kernel.threads // (self.SLOTS * (problem.rotary_dim // (2 * self.size)))
+        return Program((Step(kernel, (cdiv(seq, tokens), batch, 1), values(problem),
+                             buffers(problem), {"offset": "offset"}),))
+
+
+def _rows_aligned(layout: Layout) -> bool:
+    """Whether every row along the last axis starts at a multiple of 16 bytes."""
+    size = ITEMSIZE[layout.dtype]
+    return layout.align == _VECTOR and all(
+        n == 1 or s * size % _VECTOR == 0 for n, s in zip(layout.shape[:-1], layout.strides[:-1]))
+
+
+# 16-byte accesses where the shapes allow them; the plain kernel takes everything else.
+TABLE: tuple[Row, ...] = (
+    *(VectorRow(dtype, table) for dtype, table in (
+        ("f16", "f16"), ("f16", "f32"), ("bf16", "bf16"), ("bf16", "f32"), ("f32", "f32"))),
+    *(Plain(dtype, table) for dtype in FLOATS for table in FLOATS))
