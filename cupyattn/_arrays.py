@@ -440,6 +440,15 @@ def share_memory(a: Layout, a_address: int, b: Layout, b_address: int) -> bool:
                             np.asarray(_Addressed(b, b_address)))
 
 
+def resident(x: np.ndarray) -> Any:
+    """Copy a host array to the current device, and return its memory, ready for any stream."""
+    import cupy
+
+    memory = cupy.cuda.alloc(max(x.nbytes, 1))
+    memory.copy_from_host(x.ctypes.data, x.nbytes)  # waits
+    return memory
+
+
 def float_dtype(dtype: Any) -> str:
     """Return the tag of a float dtype given by name, by NumPy or by torch."""
     name = str(dtype).removeprefix("torch.")

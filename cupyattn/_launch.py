@@ -296,12 +296,8 @@ class Prepared:
 
     def _set_launches(self, operator: Operator, request: Request, results: list[str]) -> None:
         """Number the buffers and make a launch of each step."""
-        constants: dict[str, Any] = {}
-        if request.constants:
-            import cupy
-
-            constants = {name: cupy.asarray(x) for name, x in request.constants.items()}
-        fixed = {name: x.data.ptr for name, x in constants.items()}
+        constants = {name: _arrays.resident(x) for name, x in request.constants.items()}
+        fixed = {name: memory.ptr for name, memory in constants.items()}
         if any("fault" in step.buffers.values() for step in self.program.steps):
             fixed["fault"] = fault_address(self.device)
         self._keep = constants
