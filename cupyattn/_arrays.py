@@ -70,6 +70,12 @@ class Library:
         """
         raise NotImplementedError
 
+    def allocate(self, makers: Sequence[Callable[[], Any]], addresses: list[int]) -> list[Any]:
+        """Make arrays, and append their addresses."""
+        results = [make() for make in makers]
+        addresses += [self.pointer(x) for x in results]
+        return results
+
     def usable(self, name: str, x: Any) -> None:
         """Raise if an array cannot be used as it is."""
 
@@ -167,6 +173,14 @@ class CuPy(Library):
                 addresses.append(address)
         return tuple(signature), addresses
 
+    def allocate(self, makers, addresses):
+        results = []
+        for make in makers:
+            x = make()
+            results.append(x)
+            addresses.append(x.data.ptr)
+        return results
+
     def layout(self, name, x):
         tag = _NUMPY_TAG.get(x.dtype)
         if tag is None:
@@ -227,6 +241,14 @@ class Torch(Library):
                                   x.requires_grad, x.is_neg()))
                 addresses.append(address)
         return tuple(signature), addresses
+
+    def allocate(self, makers, addresses):
+        results = []
+        for make in makers:
+            x = make()
+            results.append(x)
+            addresses.append(x.data_ptr())
+        return results
 
     def usable(self, name, x):
         if not x.is_cuda:
@@ -338,7 +360,8 @@ def _foreign_library() -> Foreign:
 
 _numpy = NumPy()
 _by_type: dict[type, Library] = {np.ndarray: _numpy}
-_on_device: dict[type, Library] = {}  # those of CuPy and torch, for calls after the first
+# Those of CuPy and torch, whose arrays need no more checks than their signature.
+on_device: dict[type, Library] = {}
 
 
 def _library_of(name: str, x: Any) -> Library:
@@ -361,7 +384,7 @@ def _library_of(name: str, x: Any) -> Library:
                         "arrays, and torch tensors or other DLPack arrays on a CUDA device")
     _by_type[type(x)] = library
     if type(library) in (CuPy, Torch):
-        _on_device[type(x)] = library
+        on_device[type(x)] = library
     return library
 
 
@@ -371,14 +394,6 @@ def _require_cupy() -> None:
     except ImportError as error:
         raise TypeError("tensors on a CUDA device need CuPy; install the extra cuda12 or cuda13"
                         ) from error
-
-
-def known_library(arrays: Sequence[Any]) -> Library | None:
-    """Return the device library of the first array if its type has been seen, else None."""
-    for x in arrays:
-        if x is not None:
-            return _on_device.get(type(x))
-    return None
 
 
 def library_of(arrays: Mapping[str, Any]) -> Library:

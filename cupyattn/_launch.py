@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from . import _arrays, _device, _jit, _select
+from ._arrays import on_device as _on_device
 from ._select import _forced
 from ._arrays import FLOAT_NAMES, Library
 from ._errors import KernelError, PerformanceWarning
@@ -115,7 +116,8 @@ def call(operator: Operator, arrays: Sequence[Any], options: tuple, out: Sequenc
     `out` one entry a result or None, `constants` small host arrays that the kernels need on the
     device, part of the problem.
     """
-    library = _arrays.known_library(arrays)
+    first = arrays[0] if arrays[0] is not None else arrays[1]
+    library = _on_device.get(type(first))
     if library is None or _stopping.get():
         return _first_call(operator, arrays, options, out, scalars, constants)
     try:
@@ -336,11 +338,7 @@ class Prepared:
         if bounds is not None and not bounds[0] <= scalars[0] <= bounds[1]:
             self._operator.check_scalars(self.problem, scalars)
         if out is None and self._simple:  # nothing but what every call needs
-            results = []
-            for make in self._make:
-                x = make()
-                results.append(x)
-                addresses.append(library.pointer(x))
+            results = library.allocate(self._make, addresses)
             self._queue(addresses, scalars, library.stream(device))
             return results
 
@@ -353,17 +351,16 @@ class Prepared:
             return self._zeros(out)
 
         if out is None:
-            results = [make() for make in self._make]
-            written = results
+            results = written = library.allocate(self._make, addresses)
         else:
             results, written = [], []
             for given, make, direct in zip(out, self._make, self.out_check.direct):
                 target = make() if given is None or not direct else given
                 results.append(target if given is None else given)
                 written.append(target)
+                addresses.append(library.pointer(target))
                 if not direct:
                     temporaries.append(target)
-        addresses += [library.pointer(x) for x in written]
         base = 0
         if self.scratch_bytes:
             memory = library.empty(self._scratch_layout, device)
