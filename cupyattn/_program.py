@@ -88,8 +88,9 @@ class Kernel:
     """One instance of a device template: all that its source text depends on.
 
     `function` is a ``template <class Config> __device__ void`` in `source`; `config` are the
-    members of ``struct Config``; `params` is the struct it takes; `target` is set for rows that
-    need one architecture, such as ``"sm_90a"``.
+    members of ``struct Config``; `params` is the struct it takes; `blocks` of it must fit a
+    multiprocessor at once, which bounds the registers; `target` is set for rows that need one
+    architecture, such as ``"sm_90a"``.
     """
 
     name: str
@@ -98,6 +99,7 @@ class Kernel:
     params: str
     config: tuple[str, ...]
     threads: int
+    blocks: int = 1
     target: str | None = None
 
 

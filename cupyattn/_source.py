@@ -76,11 +76,12 @@ def assemble(kernel: Kernel, folder: Path | None = None) -> str:
     body = _expanded(kernel.source, folder or kernels_folder())
     config = "\n".join("  " + line for line in kernel.config)
     checks = "\n".join(_struct_checks(kernel.params))
+    bounds = kernel.threads if kernel.blocks == 1 else f"{kernel.threads}, {kernel.blocks}"
     return (f'{body}#line 1 "generated for {kernel.name}"\n'
             "struct Config {\n"
             f"  static constexpr int kThreads = {kernel.threads};\n{config}\n"
             "};\n"
             f"{checks}\n"
-            f'extern "C" __global__ void __launch_bounds__({kernel.threads})\n'
+            f'extern "C" __global__ void __launch_bounds__({bounds})\n'
             f"{kernel.name}(const __grid_constant__ {kernel.params} p) {{\n"
             f"  {kernel.function}<Config>(p);\n}}\n")

@@ -131,8 +131,9 @@ class VectorRow(Row):
     dtype: str
     table_dtype: str
 
-    SLOTS = 8  # heads that a block works on at a time (kSlots in rope_vector.cu)
     THREADS = 128  # about; a whole number of tokens
+    SLOTS = 8  # heads that a block works on at a time, or all there are
+    UNROLL = 5  # heads a thread, where there are threads enough
 
     @property
     def name(self) -> str:
@@ -163,24 +164,26 @@ class VectorRow(Row):
                 return f"{name} has rows that do not start at multiples of {_VECTOR} bytes"
         return None
 
-    def _kernel(self, lanes: int, unroll: int, interleaved: bool, table_vectors: bool) -> Kernel:
-        tokens = max(1, self.THREADS // (self.SLOTS * lanes))
+    def _kernel(self, lanes: int, slots: int, unroll: int, interleaved: bool,
+                table_vectors: bool) -> Kernel:
+        tokens = max(1, self.THREADS // (slots * lanes))
         form = "interleaved" if interleaved else "half_split"
         width = "vectors" if table_vectors else "elements"
         return Kernel(
-            name=f"rope__{self.name}__{form}_l{lanes}_u{unroll}_{width}", source="rope_vector.cu",
-            function="rope_vector", params="RopeParams",
+            name=f"rope__{self.name}__{form}_l{lanes}_s{slots}_u{unroll}_{width}",
+            source="rope_vector.cu", function="rope_vector", params="RopeParams",
             config=(f"using T = {CTYPE[self.dtype]};", f"using Table = {CTYPE[self.table_dtype]};",
                     f"static constexpr int kLanes = {lanes};",
+                    f"static constexpr int kSlots = {slots};",
                     f"static constexpr int kUnroll = {unroll};",
                     f"static constexpr bool kInterleaved = {str(interleaved).lower()};",
                     f"static constexpr bool kTableVectors = {str(table_vectors).lower()};"),
-            threads=tokens * self.SLOTS * lanes)
+            threads=tokens * slots * lanes)
 
     def kernels(self) -> tuple[Kernel, ...]:
         vectors = self._fits_vectors
-        return (self._kernel(1, 1, False, False), self._kernel(8, 5, False, vectors),
-                self._kernel(16, 5, True, vectors))
+        return (self._kernel(1, 8, 1, False, False), self._kernel(8, 8, 5, False, vectors),
+                self._kernel(16, 8, 5, True, vectors))
 
     @property
     def _fits_vectors(self) -> bool:
@@ -189,15 +192,19 @@ class VectorRow(Row):
 
     def program(self, problem: Problem, device: Device) -> Program:
         batch, seq = problem.some.shape[:2]
+        lanes = problem.rotary_dim // (2 * self.size)
         heads = sum(x.shape[2] for x in (problem.q, problem.k) if x is not None)
+        slots = max(1, min(self.SLOTS, heads))
+        # One head a thread, until there are some threads for every multiprocessor.
+        enough = device.multiprocessors * 1024
+        unroll = min(self.UNROLL, cdiv(heads, slots),
+                     max(1, batch * seq * heads * lanes // enough))
         table_vectors = self._fits_vectors and problem.table_step == 1 and all(
             x.unit_last and _rows_aligned(x) for x in (problem.cos, problem.sin))
-        kernel = self._kernel(problem.rotary_dim // (2 * self.size),
-                              min(max(cdiv(heads, self.SLOTS), 1), 5), problem.interleaved,
-                              table_vectors)
-        tokens = kernel.threads // (self.SLOTS * (problem.rotary_dim // (2 * self.size)))
-        return Program((Step(kernel, (cdiv(seq, tokens), batch, 1), values(problem),
-                             buffers(problem), {"offset": "offset"}),))
+        kernel = self._kernel(lanes, slots, unroll, problem.interleaved, table_vectors)
+        grid = (cdiv(seq, kernel.threads // (slots * lanes)), batch, cdiv(heads, slots * unroll))
+        return Program((Step(kernel, grid, values(problem), buffers(problem),
+                             {"offset": "offset"}),))
 
 
 def _rows_aligned(layout: Layout) -> bool:
