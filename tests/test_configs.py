@@ -82,9 +82,9 @@ def attention(dtype, head_dim, value_dim=None, backward=False):
                                 lse=lse if backward else None)
 
 
-def convolution(dtype, activation):
-    scores = Layout((2, 4, 9, 9), dtype)
-    return multi_token.Problem(scores, Layout((4, 4, 3, 3), dtype), Layout((4,), dtype), scores, 1,
+def convolution(dtype, activation, heads=4, seq=9, kernel=3):
+    scores, weight = Layout((2, heads, seq, seq), dtype), (heads, heads, kernel, kernel)
+    return multi_token.Problem(scores, Layout(weight, dtype), Layout((heads,), dtype), scores, 1,
                                (1, 1), "same", activation)
 
 
@@ -109,7 +109,9 @@ def problems(name):
         return [attention(d, dim, v, backward) for d in DTYPES
                 for dim, v in ((1, 1), (64, 64), (65, 8), (8, 129), (256, 256), (257, 3), (512, 1))]
     if name.startswith("multi_token"):
-        return [convolution(d, a) for d in DTYPES for a in ("softmax", "sparsemax")]
+        sizes = ((4, 9, 3), (4, 2048, 3), (32, 9, 3), (4, 9, 17))
+        return [convolution(d, a, *s) for d in DTYPES for a in ("softmax", "sparsemax")
+                for s in sizes]
     if name == "rope":
         return [rotation(d, t, r) for d in DTYPES for t in DTYPES for r in (16, 6)]
     return [module(d, backward) for d in DTYPES]

@@ -113,8 +113,16 @@ def test_capture(cupy_kind, problem, dtype):
 # --- rows ------------------------------------------------------------------------------------
 
 
+# For rows that take many heads, or long rows.
+HEADS = MultiToken("heads", "more heads than one product holds", 21, channels=12, outs=20)
+STRIPS = MultiToken("strips", "strips of many tiles", 2048, batch=1, channels=1, outs=2)
+
+
 def candidates():
     for dtype in DTYPES:
+        yield HEADS, dtype
+        if dtype in ("f16", "bf16"):
+            yield STRIPS, dtype
         for problem in MULTI_TOKEN_FEW:
             yield problem, dtype
         yield next(p for p in MULTI_TOKEN if p.name == "sparsemax_peaked"), dtype

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from .._program import (CTYPE, FLOATS, Device, Kernel, Layout, Program, Row, Step, accumulator,
-                        cdiv)
+from .._program import (CTYPE, FLOATS, ITEMSIZE, Device, Kernel, Layout, Program, Row, Step,
+                        accumulator, cdiv)
 
 _MAX_GRID = 2**31 - 1
 _ACTIVATIONS = ("softmax", "sparsemax")
@@ -153,7 +153,150 @@ class Plain(Row):
              step("d_weight", elements, "partial", "d_weight", *d_bias)), scratch)
 
 
-FORWARD = tuple(Plain(dtype, activation, False)
-                for dtype in FLOATS for activation in _ACTIVATIONS)
+@dataclass(frozen=True)
+class Strip(Row):
+    """A block per strip of query rows: statistics and convolution in one kernel.
+
+    16-bit elements are multiplied on matrix units, float32 on the cores. Kernel, dilation and
+    heads of a group are compiled in. Sparsemax has the plain row's statistics, computed before.
+    """
+
+    dtype: str
+    rows: int  # of a strip
+    columns: int  # of a warp's tile
+    threads: int
+    at_once: int  # rows whose statistics a warp takes at once
+    loads: int  # packs of a row in flight per lane, there
+    heads: int = 8  # of a group, at most: more need a block of fewer warps
+    from_seq: int = 0  # shorter ones are left to rows with more blocks
+    taps: int = 256  # of the kernel, at most: more cost registers
+    whole: bool = False  # only scores that can be read 16 bytes at a time
+
+    @property
+    def name(self) -> str:
+        return f"strip_{self.dtype}_r{self.rows}_c{self.columns}_t{self.threads}"
+
+    @property
+    def matrix(self) -> bool:
+        return self.dtype != "f32"
+
+    def refuses(self, problem: Problem, device: Device) -> str | None:
+        reason = self._mismatch(problem)
+        if reason is None and self._shared(problem) > device.shared_memory:
+            return f"{self._shared(problem)} bytes of shared memory exceed {device.shared_memory}"
+        return reason
+
+    def _mismatch(self, problem: Problem) -> str | None:
+        """Return why this row cannot do the problem on any device, or None."""
+        scores = problem.scores
+        if scores.dtype != self.dtype:
+            return f"dtype {scores.dtype} is not {self.dtype}"
+        if not scores.unit_last:
+            return "scores have no unit stride on the last axis"
+        if problem.seq < self.from_seq:
+            return f"seq {problem.seq} is below {self.from_seq}"
+        if self.whole and self._vector(problem) * ITEMSIZE[self.dtype] < 16:
+            return "rows of scores are not whole multiples of 16 bytes"
+        kh, kw = problem.weight.shape[2:]
+        if kh * kw > self.taps:
+            return f"kernel ({kh}, {kw}) has more than {self.taps} taps"
+        reach = 32 if self.matrix else 16
+        if max(problem.reach) > reach:
+            return f"taps lie {max(problem.reach)} apart, more than {reach}"
+        heads = max(self._heads(problem))
+        if heads > self.heads:
+            return f"{heads} heads in a group exceed {self.heads}"
+        if self._blocks(problem) > _MAX_GRID:
+            return f"{self._blocks(problem)} blocks exceed a grid"
+        return None
+
+    @staticmethod
+    def _heads(problem: Problem) -> tuple[int, int]:
+        return problem.heads_in // problem.groups, problem.heads_out // problem.groups
+
+    def _blocks(self, problem: Problem) -> int:
+        return problem.batch * problem.groups * cdiv(problem.seq, self.rows)
+
+    def _shared(self, problem: Problem) -> int:
+        """Return the bytes of struct Strip in the source, which asserts that they agree."""
+        (channels, outputs), (kh, kw) = self._heads(problem), problem.weight.shape[2:]
+        reach, column_reach = problem.reach
+        tile_rows, quads = self.rows + reach, cdiv(channels, 4)
+        before = kw // 2 * problem._dilation[1]
+        step = 4 if not self.matrix else 2 if quads == 1 else 1
+        width = cdiv(before, step) * step + self.columns + column_reach - before
+        if self.matrix:
+            out = 4 if outputs <= 4 else 8 if outputs <= 8 else 16
+            steps = cdiv((16 // out + reach) * kw * quads, 4)
+            table = steps * (cdiv(outputs, out) * 512 + 16)
+            stride = cdiv(width * quads * 8 - 16, 64) * 64 + (32 if quads == 2 else 16)
+        else:
+            table = cdiv(outputs, 4) * channels * kh * kw * 16
+            stride = cdiv(width + 4, 4) * 16 * channels
+        return (table + cdiv(outputs, 16) * 64 + tile_rows * quads * 32
+                + self.threads // 32 * tile_rows * stride)
+
+    def _vector(self, problem: Problem) -> int:
+        """Return how many elements an access of scores may take, at most 16 bytes."""
+        size = ITEMSIZE[self.dtype]
+        return math.gcd(16 // size, problem.seq, problem.scores.align // size,
+                        *problem.scores.strides[:-1])
+
+    def _kernel(self, problem: Problem) -> Kernel:
+        (channels, outputs), (kh, kw) = self._heads(problem), problem.weight.shape[2:]
+        d0, d1 = problem._dilation
+        vector = self._vector(problem)
+        sparsemax = problem.activation == "sparsemax"
+        numbers = {"Rows": self.rows, "Columns": self.columns, "AtOnce": self.at_once,
+                   "Loads": self.loads, "Channels": channels, "Outputs": outputs, "Kh": kh,
+                   "Kw": kw, "RowStep": d0, "ColumnStep": d1, "Vector": vector,
+                   "Shared": self._shared(problem)}
+        return Kernel(name=f"multi_token_fwd__{self.name}__h{channels}x{outputs}_k{kh}x{kw}"
+                           f"_d{d0}x{d1}_v{vector}" + ("_sparsemax" if sparsemax else ""),
+                      source="multi_token_strip_fwd.cu", function="multi_token_strip",
+                      params="MultiTokenParams",
+                      config=(f"using T = {CTYPE[self.dtype]};",
+                              f"static constexpr bool kMatrix = {str(self.matrix).lower()};",
+                              f"static constexpr bool kSparsemax = {str(sparsemax).lower()};",
+                              *(f"static constexpr int k{k} = {n};" for k, n in numbers.items())),
+                      threads=self.threads)
+
+    def kernels(self) -> tuple[Kernel, ...]:
+        """Return the kernels of a few common problems; others are compiled when they are met."""
+        meant = [heads for heads in (4, 8, 16, 32) if self.heads // 4 <= heads <= self.heads]
+        seq = self.from_seq or 16
+        common = [(heads, 3, seq) for heads in meant] + [(1, 1, seq), (meant[0], 3, 15)]
+        common += [(meant[0], 11, seq)]
+        problems = [Problem(Layout((1, heads, seq, seq), self.dtype),
+                            Layout((heads, heads, kernel, kernel), self.dtype), None, None, 1,
+                            (1, 1), "same", activation)
+                    for heads, kernel, seq in common for activation in _ACTIVATIONS
+                    if activation == "softmax" or (heads, kernel) == (meant[0], 3)]
+        return (*(self._kernel(problem) for problem in problems if not self._mismatch(problem)),
+                Plain(self.dtype, "sparsemax", False)._kernel("statistics"))
+
+    def program(self, problem: Problem, device: Device) -> Program:
+        sparsemax = problem.activation == "sparsemax"
+        buffers = ("scores", "weight", "y", *(("bias",) if problem.bias else ()),
+                   *(("shift", "factor") if sparsemax else ()))
+        strip = Program((Step(
+            self._kernel(problem), (self._blocks(problem), 1, 1), values(problem),
+            {name: name for name in buffers}, shared=self._shared(problem)),))
+        if not sparsemax:
+            return strip
+        plain = Plain(self.dtype, "sparsemax", False).program(problem, device)
+        return Program(plain.steps[:1], plain.scratch) + strip
+
+
+# Strips of 8 rows take a quarter of the rows twice, strips of 4 a half; but short sequences have
+# too few strips of 8 to fill a device.
+FORWARD = (
+    *(row for dtype in ("bf16", "f16") for row in (
+        Strip(dtype, 8, 64, 256, at_once=2, loads=2, from_seq=2048, whole=True),
+        Strip(dtype, 4, 32, 256, at_once=3, loads=1, heads=4),
+        Strip(dtype, 4, 32, 128, at_once=2, loads=2, heads=32))),
+    Strip("f32", 4, 64, 128, at_once=1, loads=2),
+    *(Plain(dtype, activation, False) for dtype in FLOATS for activation in _ACTIVATIONS),
+)
 BACKWARD = tuple(Plain(dtype, activation, True)
                  for dtype in FLOATS for activation in _ACTIVATIONS)
