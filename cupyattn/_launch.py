@@ -118,6 +118,9 @@ def call(operator: Operator, arrays: Sequence[Any], options: tuple, out: Sequenc
     """
     first = arrays[0] if arrays[0] is not None else arrays[1]
     library = _on_device.get(type(first))
+    if library is None:  # the first array of its type, or none that kernels take
+        _arrays.library_of(dict(zip(operator.arrays, arrays)))
+        library = _on_device.get(type(first))
     if library is None or _stopping.get():
         return _first_call(operator, arrays, options, out, scalars, constants)
     try:
