@@ -1,9 +1,10 @@
-"""Command line: ``python -m bench`` times workloads, ``python -m bench host`` the host's share."""
+"""Time workloads (run), or the host's share of a call (host), or draw the ledgers (plot)."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from typing import Any
 
 from . import ledger, workloads
 from .peers import PROVIDERS
@@ -13,11 +14,12 @@ from .workloads import DIRECTIONS, OPERATORS, Workload
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    p.add_argument("command", nargs="?", choices=["run", "host"], default="run")
+    p.add_argument("command", nargs="?", choices=["run", "host", "plot"], default="run")
     p.add_argument("--operator", nargs="+", choices=OPERATORS, metavar="O", help=str(OPERATORS))
     p.add_argument(
-        "--workload", nargs="+", metavar="NAME", help="names or globs; 'published' for that set"
-    )
+        "--workload", nargs="+", metavar="NAME",
+        help=f"names, globs or sets: {list(workloads.SETS)}",
+    )  # fmt: skip
     p.add_argument(
         "--provider", nargs="+", choices=[*PROVIDERS, "all"], metavar="P",
         help=f"{DEFAULT_PROVIDERS} unless given; all, or of {list(PROVIDERS)}",
@@ -26,14 +28,15 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--quick", action="store_true", help="a few workloads and a photograph")
     p.add_argument("--save", action="store_true", help="append the rows to the GPU's ledger")
     p.add_argument("--run", metavar="ID", help="join a run; cases that it has are passed over")
-    p.add_argument("--plot", action="store_true", help="draw the GPU's ledger at the end")
+    p.add_argument("--plot", action="store_true", help="draw the ledgers at the end")
     p.add_argument("--shape", nargs="+", metavar="KEY=VALUE", help="your own problem")
     p.add_argument("--limit", type=float, default=30.0, help="seconds per case (default 30)")
     p.add_argument(
         "--compile-limit", type=float, default=90.0, metavar="SECONDS",
-        help="seconds for a peer to compile a case, side by side with others (default 90)",
+        help="seconds for a peer to compile a case, side by side with others (default 90); what it "
+        "did not compile in so long in this run or in the ledger is not tried, nor anything larger",
     )  # fmt: skip
-    p.add_argument("--total", type=float, help="seconds after which no further case starts")
+    p.add_argument("--total", type=float, help="seconds for all; what is left then is not run")
     p.add_argument("--list", action="store_true", help="name the workloads and providers")
     return p
 
@@ -70,11 +73,7 @@ def run_gpu(options: argparse.Namespace) -> int:
     if options.quick and not options.shape:
         photograph("gpu")
     if options.plot:
-        from .plot import draw
-
-        known = [*run.known, *rows]
-        for picture in draw(known, ledger.RESULTS):
-            print(f"drawn: {picture}")
+        plot([*run.known, *rows])
     ours = [r for r in rows if r["provider"] == "cupyattn"]
     return 1 if any(r["call_us"] is None for r in ours) else 0
 
@@ -98,7 +97,20 @@ def run_numpy(options: argparse.Namespace, why: str) -> int:
         print("not saved: the ledger holds GPU times only")
     if options.quick:
         photograph("cpu")
+    if options.plot:
+        plot()
     return 1 if any(r["call_us"] is None for r in rows) else 0
+
+
+def plot(rows: list[dict[str, Any]] | None = None) -> int:
+    """Draw these rows, or else every ledger."""
+    from .plot import draw
+
+    ledgers = [ledger.read(file) for file in sorted(ledger.RESULTS.glob("*.jsonl"))]
+    for known in ledgers if rows is None else [rows]:
+        for picture in draw(known, ledger.RESULTS):
+            print(f"drawn: {picture}")
+    return 0
 
 
 def photograph(device: str) -> None:
@@ -120,6 +132,8 @@ def main(arguments: list[str] | None = None) -> int:
                 print(f"provider {entry.name}: {', '.join(entry.operators)}"
                       + (f" ({entry.missing()})" if entry.missing() else ""))  # fmt: skip
             return 0
+        if options.command == "plot":
+            return plot()
         why = gpu_missing()
         if options.command == "host":
             if why:
@@ -127,7 +141,8 @@ def main(arguments: list[str] | None = None) -> int:
                 return 0
             from .host import main as host
 
-            return host()
+            named = options.workload or options.operator
+            return host(chosen(options) if named else None)
         return run_numpy(options, why) if why else run_gpu(options)
     except ValueError as mistake:
         p.error(str(mistake))

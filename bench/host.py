@@ -8,6 +8,7 @@ from cupyattn._arrays import external_stream
 
 from . import inputs, workloads
 from .peers import our_call
+from .workloads import Workload
 
 CASES = [
     "rope/s2048-h512-bf16",
@@ -17,8 +18,11 @@ CASES = [
 ]
 
 
-def main(names: list[str] | None = None, seconds: float = 0.3) -> int:
-    """Print the host's microseconds per call, with and without ``out=``, and as a plan."""
+def main(cases: list[Workload] | None = None, seconds: float = 0.3) -> int:
+    """Print the host's microseconds per call, with and without ``out=``, and as a plan.
+
+    Each row has the time of torch's ``z.add_(1)``, taken before and after it.
+    """
     import cupy
 
     cupy.cuda.Stream(non_blocking=True).use()
@@ -26,8 +30,7 @@ def main(names: list[str] | None = None, seconds: float = 0.3) -> int:
     z = None if torch is None else torch.zeros(1, device="cuda")
     print(f"{'workload':<36}{'direction':<11}{'arrays':<8}{'call us':>9}{'out= us':>9}"
           f"{'plan us':>9}{'add_ us':>9}{'call / add_':>13}{'out= / add_':>13}")  # fmt: skip
-    for name in names or CASES:
-        w = workloads.WORKLOADS[name]
+    for w in cases or [workloads.WORKLOADS[name] for name in CASES]:
         for direction in workloads.DIRECTIONS:
             arrays = inputs.make(w, direction, cupy)
             kinds = [("CuPy", arrays)]

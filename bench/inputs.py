@@ -54,16 +54,23 @@ def normal(xp: Any, shape: tuple[int, ...], dtype: str, seed: int, scale: float)
     return out.view(numpy_dtype(dtype))
 
 
-def _table(xp: Any, name: str, shape: tuple[int, ...], dtype: str) -> Any:
-    _, seq, width = shape
+@functools.lru_cache(maxsize=4)
+def _angles(seq: int, width: int) -> tuple[Any, Any]:
+    """Return the cosines and sines of a table on the host, float32."""
     frequency = 10000.0 ** (-2.0 * np.arange(width // 2) / width)
-    angle = np.arange(seq)[:, None] * np.concatenate([frequency, frequency])
-    table = (np.cos if name == "cos" else np.sin)(angle)[None].astype(np.float32)
+    angle = np.arange(seq)[:, None] * frequency
+    half = np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
+    cos, sin = (np.concatenate([table, table], axis=1)[None] for table in half)
+    return cos, sin
+
+
+def _table(xp: Any, name: str, shape: tuple[int, ...], dtype: str) -> Any:
+    table = _angles(*shape[1:])[name == "sin"]
     if dtype == "bf16" and xp is not np:
         bits = table.view(np.uint32)
         rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
         return xp.asarray(rounded).view(numpy_dtype(dtype))
-    return xp.asarray(table.astype(numpy_dtype(dtype)))
+    return xp.array(table.astype(numpy_dtype(dtype)))  # a new one: providers may write to it
 
 
 def _scale(workload: Workload, name: str, shape: tuple[int, ...]) -> float:

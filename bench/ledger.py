@@ -100,9 +100,9 @@ def commit() -> tuple[str | None, bool | None]:
     return head.stdout.strip(), bool(changes.stdout.strip())
 
 
-def path(gpu: str) -> Path:
-    """Return the GPU's ledger; ``CUPYATTN_BENCH_LEDGER`` names another file."""
-    given = os.environ.get("CUPYATTN_BENCH_LEDGER")
+def path(gpu: str, committed: bool = False) -> Path:
+    """Return the GPU's ledger; ``CUPYATTN_BENCH_LEDGER`` names another file than the committed."""
+    given = None if committed else os.environ.get("CUPYATTN_BENCH_LEDGER")
     return Path(given) if given else RESULTS / (re.sub(r"[^A-Za-z0-9]+", "-", gpu) + ".jsonl")
 
 
@@ -179,7 +179,10 @@ def _small(value: float | None) -> str:
 def table(rows: list[dict[str, Any]]) -> str:
     """Return the rows as text, those of one workload and direction together."""
     lines = [HEADINGS]
+    first: dict[tuple[str, str], int] = {}
     for row in rows:
+        first.setdefault((row["workload"], row["direction"]), len(first))
+    for row in sorted(rows, key=lambda r: first[r["workload"], r["direction"]]):
         case = [r for r in rows if all(r[k] == row[k] for k in ("workload", "direction"))]
         own = median(row, "graph_us") or median(row, "call_us")
         floor = row.get("floor_us")

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from .ledger import median
+from .ledger import NO_PEER, median
 from .workloads import DIRECTIONS, OPERATORS, WORKLOADS
 
 COLOURS = {
@@ -17,8 +17,20 @@ COLOURS = {
 
 
 def latest(rows: list[dict[str, Any]]) -> dict[tuple[str, str, str], dict[str, Any]]:
-    """Return the last row of each workload, direction and provider."""
-    return {(r["workload"], r["direction"], r["provider"]): r for r in rows}
+    """Return the rows of one run for each workload and direction: the last that has a peer.
+
+    Times of different runs are not to be compared.
+    """
+    runs: dict[tuple[str, str], str] = {}
+    for with_peer in (False, True):
+        for r in rows:
+            if not with_peer or r["provider"] not in NO_PEER:
+                runs[r["workload"], r["direction"]] = r["run"]
+    return {
+        (r["workload"], r["direction"], r["provider"]): r
+        for r in rows
+        if r["run"] == runs[r["workload"], r["direction"]]
+    }
 
 
 def draw(rows: list[dict[str, Any]], folder: Path) -> list[Path]:

@@ -56,6 +56,8 @@ class Worker:
             self._process = subprocess.Popen(
                 self._arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
                 text=True, cwd=ROOT, start_new_session=True,
+                # torch would start a compiler process per processor, beside what is being timed.
+                env={"TORCHINDUCTOR_COMPILE_THREADS": "1", **os.environ},
             )  # fmt: skip
             self._reader = threading.Thread(
                 target=_read, args=(self._process.stdout, self._lines), daemon=True
@@ -79,7 +81,7 @@ class Worker:
             line = self._lines.get(timeout=seconds)
         except queue.Empty:
             self.stop()
-            raise TimedOut(f"no result within the time limit of {seconds:g} s") from None
+            raise TimedOut(f"no result within the time limit of {seconds:.3g} s") from None
         if line is None:
             self._log.seek(0)
             said = self._log.read().strip().splitlines()[-3:]

@@ -56,8 +56,8 @@ def _catalogue() -> Iterable[Workload]:
     kinds = [("bf16", "bf16", "softmax"), ("f32", "f32", "softmax")]
     kinds += [("sparsemax-f32", "f32", "sparsemax")]
     sizes = [(c, 3, 1, seq) for c, seq in MULTI_TOKEN]
-    sizes += [(4, kernel, 1, 1024) for kernel in (5, 7, 11)]
-    sizes += [(16, 3, groups, 1024) for groups in (4, 16)]
+    sizes += [(4, kernel, 1, seq) for kernel in (5, 7, 11) for seq in (256, 1024)]
+    sizes += [(16, 3, groups, seq) for groups in (4, 16) for seq in (256, 1024)]
     for suffix, dtype, activation in kinds:
         for channels, kernel, groups, seq in sizes:
             group = f"-g{groups}" if groups > 1 else ""
@@ -94,6 +94,17 @@ QUICK = [
     "fused_na/b2-s128-h512-n8-k7-d2-f32",
     "na/2d-96-w24",
 ]
+# The two operators that are bound by memory: the published sizes and their continuation, then
+# every other option at one or two lengths.
+MEMORY = [
+    *[name for name, w in WORKLOADS.items() if w.operator == "rope"],
+    *[f"mta/b2-c{channels}-k3-l{seq}-bf16" for channels, seq in MULTI_TOKEN],
+    *[f"mta/b2-c4-k3-l{seq}-f32" for seq in (256, 1024, 4096)],
+    *[f"mta/b2-c4-k3-l{seq}-sparsemax-f32" for seq in (256, 1024)],
+    *[f"mta/b2-c4-k{kernel}-l{seq}-bf16" for kernel in (5, 7, 11) for seq in (256, 1024)],
+    *[f"mta/b2-c16-k3-g{groups}-l{seq}-bf16" for groups in (4, 16) for seq in (256, 1024)],
+]
+SETS = {"published": PUBLISHED, "memory": MEMORY, "quick": QUICK}
 # For machines without a GPU: small enough for the NumPy reference.
 SMALL: list[Workload] = [
     Rope("small/rope-s256-h512-f32", 256, 512, dtype="f32"),
@@ -106,12 +117,11 @@ SMALL: list[Workload] = [
 def select(operators: list[str] | None, patterns: list[str] | None) -> list[Workload]:
     """Return the workloads of these operators whose name matches a pattern.
 
-    A pattern is a name, a glob, or ``published`` or ``quick`` for those sets.
+    A pattern is a name, a glob, or ``published``, ``memory`` or ``quick`` for those sets.
     """
-    sets = {"published": PUBLISHED, "quick": QUICK}
     names: list[str] = []
     for pattern in patterns or ["*"]:
-        found = sets.get(pattern) or fnmatch.filter(WORKLOADS, pattern)
+        found = SETS.get(pattern) or fnmatch.filter(WORKLOADS, pattern)
         if not found:
             raise ValueError(f"no workload matches {pattern!r}; `python -m bench --list` names all")
         names += [name for name in found if name not in names]

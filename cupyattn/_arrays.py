@@ -66,15 +66,24 @@ class Library:
     def read(self, arrays: Sequence[Any]) -> tuple[tuple, list[int]]:
         """Return a hashable value that determines layouts and devices, and the addresses.
 
-        May raise `AttributeError` or `TypeError` where an array is not of this library.
+        May raise `AttributeError` or `TypeError` where an array is not of this library. Strides
+        need not be told of an array that is C-contiguous: its shape says where its elements are.
         """
-        raise NotImplementedError
+        return (tuple([None if x is None else (self.layout("", x), self.device(x))
+                       for x in arrays]),
+                [0 if x is None else self.pointer(x) for x in arrays])
 
-    def allocate(self, makers: Sequence[Callable[[], Any]], addresses: list[int]) -> list[Any]:
-        """Make arrays, and append their addresses."""
-        results = [make() for make in makers]
-        addresses += [self.pointer(x) for x in results]
-        return results
+    def allocator(self, layouts: Sequence[Layout], device: int
+                  ) -> Callable[[list[int]], list[Any]]:
+        """Return a function that makes such arrays and appends their addresses to a list."""
+        makers = [self.maker(layout, device) for layout in layouts]
+
+        def allocate(addresses):
+            results = [make() for make in makers]
+            addresses += [self.pointer(x) for x in results]
+            return results
+
+        return allocate
 
     def usable(self, name: str, x: Any) -> None:
         """Raise if an array cannot be used as it is."""
@@ -150,6 +159,12 @@ class NumPy(Library):
         target[...] = source
 
 
+def _cupy_dtype(tag: str) -> Any:
+    """Return a dtype in the form that CuPy resolves soonest: its own by their characters."""
+    dtype = NUMPY_DTYPE[tag]
+    return dtype if tag == "bf16" else dtype.char
+
+
 class CuPy(Library):
     name = "CuPy"
 
@@ -159,6 +174,8 @@ class CuPy(Library):
         self._cupy = cupy
         self._get_stream = cupy.cuda.get_current_stream
         self._new = cupy.ndarray
+        if not hasattr(cupy.ndarray, "_c_contiguous"):  # not public; `flags` takes too long
+            self.read = super().read
 
     def read(self, arrays):
         signature, addresses = [], []
@@ -169,17 +186,25 @@ class CuPy(Library):
             else:
                 memory = x.data
                 address = memory.ptr
-                signature.append((x.shape, x.strides, x.dtype, address & 15, memory.device_id))
+                signature.append((x.shape, x._c_contiguous or x.strides, x.dtype, address & 15,
+                                  memory.device_id))
                 addresses.append(address)
         return tuple(signature), addresses
 
-    def allocate(self, makers, addresses):
-        results = []
-        for make in makers:
-            x = make()
-            results.append(x)
-            addresses.append(x.data.ptr)
-        return results
+    def allocator(self, layouts, device):
+        # An array of CuPy is complete when made; its `__init__` does nothing, but takes time.
+        cls, new = self._new, self._new.__new__
+        wanted = [(x.shape, _cupy_dtype(x.dtype)) for x in layouts]
+
+        def allocate(addresses):
+            results = []
+            for shape, dtype in wanted:
+                x = new(cls, shape, dtype)
+                results.append(x)
+                addresses.append(x.data.ptr)
+            return results
+
+        return allocate
 
     def layout(self, name, x):
         tag = _NUMPY_TAG.get(x.dtype)
@@ -203,7 +228,7 @@ class CuPy(Library):
         return stream
 
     def maker(self, layout, device):
-        return functools.partial(self._new, layout.shape, NUMPY_DTYPE[layout.dtype])
+        return functools.partial(self._new, layout.shape, _cupy_dtype(layout.dtype))
 
     def zeros(self, layout, device):
         return self._cupy.zeros(layout.shape, NUMPY_DTYPE[layout.dtype])
@@ -237,18 +262,23 @@ class Torch(Library):
                 addresses.append(0)
             else:
                 address = x.data_ptr()
-                signature.append((x.shape, x.stride(), x.dtype, address & 15, x.get_device(),
-                                  x.requires_grad, x.is_neg()))
+                signature.append((x.shape, x.is_contiguous() or x.stride(), x.dtype, address & 15,
+                                  x.get_device(), x.requires_grad, x.is_neg()))
                 addresses.append(address)
         return tuple(signature), addresses
 
-    def allocate(self, makers, addresses):
-        results = []
-        for make in makers:
-            x = make()
-            results.append(x)
-            addresses.append(x.data_ptr())
-        return results
+    def allocator(self, layouts, device):
+        makers = [self.maker(layout, device) for layout in layouts]
+
+        def allocate(addresses):
+            results = []
+            for make in makers:
+                x = make()
+                results.append(x)
+                addresses.append(x.data_ptr())
+            return results
+
+        return allocate
 
     def usable(self, name, x):
         if not x.is_cuda:

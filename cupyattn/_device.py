@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import os
+from collections.abc import Callable, Sequence
 
 from ._program import Device
 
@@ -16,6 +19,46 @@ def device(index: int) -> Device:
     return Device(index=index, name=p["name"].decode(), capability=(p["major"], p["minor"]),
                   multiprocessors=p["multiProcessorCount"],
                   shared_memory=p["sharedMemPerBlockOptin"], l2=p["l2CacheSize"])
+
+
+class LaunchAttribute(ctypes.Structure):
+    """`CUlaunchAttribute` of the driver's header."""
+
+    _fields_ = [("id", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_uint * 16)]
+
+
+class LaunchConfig(ctypes.Structure):
+    """`CUlaunchConfig` of the driver's header."""
+
+    _fields_ = [("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3),
+                ("shared", ctypes.c_uint), ("stream", ctypes.c_void_p),
+                ("attributes", ctypes.POINTER(LaunchAttribute)), ("count", ctypes.c_uint)]
+
+    @classmethod
+    def dependent(cls, grid: Sequence[int], threads: int, shared: int) -> LaunchConfig:
+        """Return the configuration of a programmatic dependent launch."""
+        attribute = LaunchAttribute(6)  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value[0] = 1
+        return cls(tuple(grid), (threads, 1, 1), shared, None, ctypes.pointer(attribute), 1)
+
+
+@functools.cache
+def launch_kernel_ex(index: int) -> Callable[..., int] | None:
+    """Return the driver's `cuLaunchKernelEx` where dependent launches work, else None.
+
+    They do from sm_90 on, with a driver (CUDA 12.3) whose graphs keep them. The function
+    releases the interpreter's lock, since a launch may have to wait for the device.
+    """
+    from cupy.cuda import runtime
+
+    if device(index).capability < (9, 0) or runtime.driverGetVersion() < 12030:
+        return None
+    try:
+        function = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1").cuLaunchKernelEx
+    except (OSError, AttributeError):
+        return None
+    function.argtypes = (ctypes.c_void_p,) * 4  # config, function, arguments, none
+    return function
 
 
 def count() -> int:

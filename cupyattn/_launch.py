@@ -69,6 +69,8 @@ class Operator:
         Raises for a scalar outside them.
     mixed : bool
         Whether options may be tuples, whose items' types count too.
+    typed : bool
+        Whether the options end with the types of those before, where these matter.
     flops : function of (problem)
         The useful operations.
     """
@@ -89,6 +91,7 @@ class Operator:
     bounds: Callable[[Any], tuple[int, int] | None] = lambda problem: None
     out_of_bounds: Callable[[Any, int], None] | None = None
     mixed: bool = False
+    typed: bool = False
 
     def check_scalars(self, problem: Any, scalars: Sequence[int]) -> None:
         bounds = self.bounds(problem)
@@ -125,8 +128,8 @@ def call(operator: Operator, arrays: Sequence[Any], options: tuple, out: Sequenc
         return _first_call(operator, arrays, options, out, scalars, constants)
     try:
         signature, addresses = library.read(arrays)
-        key: tuple = (operator.name, options, _types(options) if operator.mixed
-                      else tuple(map(type, options)), signature, _forced.get())
+        key: tuple = (operator.name, options, None if operator.typed else _types(options)
+                      if operator.mixed else tuple(map(type, options)), signature, _forced.get())
         if out is not None:
             out_signature, out_addresses = library.read(out)
             key += (out_signature,)
@@ -140,7 +143,11 @@ def call(operator: Operator, arrays: Sequence[Any], options: tuple, out: Sequenc
     if out is not None:
         prepared.out_check.check(addresses, out_addresses)
     if prepared.device == prepared.current_device():
-        return prepared.run(arrays, addresses, out, scalars)
+        if prepared.simple is None:
+            return prepared.run(arrays, addresses, out, scalars)
+        if out is not None:
+            addresses += out_addresses
+        return prepared.simple(addresses, out, scalars)
     with prepared.guard():
         return prepared.run(arrays, addresses, out, scalars)
 
@@ -297,7 +304,10 @@ class Prepared:
             self.program = self.row.program(self.problem, properties)
         self._set_launches(operator, request, list(results))
         self._make = [library.maker(layout, device) for layout in self.results]
-        self._simple = bool(self.launches) and not self.copied and not self.scratch_bytes
+        self._allocate = library.allocator(self.results, device)
+        # `run` where a call needs nothing but results, or has them all, and launches; else None.
+        self.simple = (self._simple() if self.launches and not self.copied
+                       and not self.scratch_bytes and self.out_check.all_or_none else None)
 
     def _set_launches(self, operator: Operator, request: Request, results: list[str]) -> None:
         """Number the buffers and make a launch of each step."""
@@ -318,7 +328,7 @@ class Prepared:
         number = {name: i for i, name in reversed(list(enumerate(names)))}
         properties = _device.device(self.device)
         self.launches = [Launch(step, properties, number) for step in self.program.steps]
-        self._lock = threading.Lock()
+        self._queue = self._queuer()
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
@@ -332,19 +342,33 @@ class Prepared:
         finally:
             runtime.setDevice(before)
 
+    def _simple(self) -> Callable[[list[int], Sequence[Any] | None, Sequence[int]], list[Any]]:
+        """Return `run` for inputs and given results by address, with all names at hand."""
+        allocate, stream, device, queue = (self._allocate, self.library.stream, self.device,
+                                           self._queue)
+        bounds, faults = self._bounds, _faults
+
+        def simple(addresses: list[int], out: Sequence[Any] | None, scalars: Sequence[int]
+                   ) -> list[Any]:
+            if faults:
+                raise_faults()
+            if bounds is not None and not bounds[0] <= scalars[0] <= bounds[1]:
+                self._operator.check_scalars(self.problem, scalars)
+            results = allocate(addresses) if out is None else list(out)
+            queue(addresses, scalars, stream(device))
+            return results
+
+        return simple
+
     def run(self, arrays: Sequence[Any], addresses: list[int], out: Sequence[Any] | None,
             scalars: Sequence[int]) -> list[Any]:
         """Allocate what is missing and queue the kernels. The device must be current."""
-        library, device, bounds = self.library, self.device, self._bounds
+        bounds = self._bounds
         if _faults:
             raise_faults()
         if bounds is not None and not bounds[0] <= scalars[0] <= bounds[1]:
             self._operator.check_scalars(self.problem, scalars)
-        if out is None and self._simple:  # nothing but what every call needs
-            results = library.allocate(self._make, addresses)
-            self._queue(addresses, scalars, library.stream(device))
-            return results
-
+        library, device = self.library, self.device
         temporaries: list[Any] = []
         for i in self.copied:
             copy = library.contiguous(arrays[i])
@@ -354,7 +378,7 @@ class Prepared:
             return self._zeros(out)
 
         if out is None:
-            results = written = library.allocate(self._make, addresses)
+            results = written = self._allocate(addresses)
         else:
             results, written = [], []
             for given, make, direct in zip(out, self._make, self.out_check.direct):
@@ -379,18 +403,26 @@ class Prepared:
             _keeper.get().extend(temporaries)
         return results
 
-    def _queue(self, words: list[int], scalars: Sequence[int], stream: int, scratch: int = 0
-               ) -> None:
-        """Launch every kernel; `words` holds the addresses of inputs and results."""
-        words += scalars
-        words += self._fixed
-        for offset in self._scratch_at:
-            words.append(scratch + offset)
-        with self._lock:  # the blocks are shared; the driver copies them during the call
-            for launch in self.launches:
-                launch(words, stream)
-        if _VERBOSE:
-            _report(self)
+    def _queuer(self) -> Callable[..., None]:
+        """Return a function that launches every kernel, with all names at hand."""
+        fixed, scratch_at, lock = self._fixed, self._scratch_at, threading.Lock()
+        more = bool(fixed or scratch_at)
+        launches = [launch.__call__ for launch in self.launches]
+
+        def queue(words: list[int], scalars: Sequence[int], stream: int, scratch: int = 0) -> None:
+            """`words` holds the addresses of inputs and results."""
+            words += scalars
+            if more:
+                words += fixed
+                for offset in scratch_at:
+                    words.append(scratch + offset)
+            with lock:  # the blocks are shared; the driver copies them during the call
+                for launch in launches:
+                    launch(words, stream)
+            if _VERBOSE:
+                _report(self)
+
+        return queue
 
     def _zeros(self, out: Sequence[Any] | None) -> list[Any]:
         library = self.library
@@ -411,27 +443,30 @@ class OutCheck:
         outs = [None if x is None else request.library.layout("out", x) for x in out]
         self._labels = [*operator.arrays, *_labels(list(results))]
         self._layouts = [*inputs, *outs]
-        self._spans = [None if x is None else _arrays.span(x) for x in self._layouts]
         self._first_out = len(inputs)
+        # Number and bytes of each `out`, and of the arrays before it.
+        spans = [(i, *span) for i, x in enumerate(self._layouts)
+                 if x is not None and (span := _arrays.span(x)) is not None]
+        self._against = [(span, spans[:at]) for at, span in enumerate(spans)
+                         if span[0] >= self._first_out]
         # Whether kernels can write an `out` itself, and the input that it may be, or -1.
         self.direct = [given is None or given.strides == results[name].strides
                        or (name in operator.strided_results and given.unit_last)
                        for name, given in zip(results, outs)]
+        self.all_or_none = request.out is None or (None not in outs and all(self.direct))
         self._twin = [operator.arrays.index(name.removesuffix("_out"))
                       if name in operator.strided_results else -1 for name in results]
 
     def check(self, inputs: Sequence[int], outs: Sequence[int]) -> None:
         """Raise if an `out` shares memory with an input, or with another `out`."""
         addresses = [*inputs, *outs]
-        for i in range(self._first_out, len(addresses)):
-            span = self._spans[i]
-            if span is None:
-                continue
-            low, high = addresses[i] + span[0], addresses[i] + span[1]
-            for j in range(i):
-                other = self._spans[j]
-                if (other is not None and low < addresses[j] + other[1]
-                        and addresses[j] + other[0] < high):
+        for (i, low, high), others in self._against:
+            at = addresses[i]
+            low += at
+            high += at
+            for j, other_low, other_high in others:
+                at = addresses[j]
+                if low < at + other_high and at + other_low < high:
                     self._overlap(i, j, addresses)
 
     def _overlap(self, i: int, j: int, addresses: Sequence[int]) -> None:
@@ -452,7 +487,22 @@ class OutCheck:
 
 
 class Launch:
-    """One kernel with its parameter block, ready for `cuLaunchKernel`."""
+    """One kernel with its parameter block, ready for the driver.
+
+    Where the device can, a launch carries the attribute of programmatic dependent launch: its
+    blocks may be scheduled while the kernel before it in the stream drains, which hides about a
+    microsecond. That is safe because every kernel of this package waits (`griddepcontrol.wait`,
+    in `_source.assemble`) before its first load and its first store, until all that stands before
+    it in the stream has completed and can be seen. So when a kernel of ours has completed, all
+    earlier work has: completion is transitive, and events, copies and kernels launched without
+    the attribute come after it as ever. The attribute counts only where a kernel directly follows
+    a kernel; after anything else in the stream the launch is an ordinary one.
+
+    A kernel lets its successor be scheduled (`launch_dependents`) after its own wait and not
+    before: a successor of another library that loads constant data ahead of its wait then finds
+    all work before this kernel done. Blocks that wait take no place from this kernel's, which all
+    run or have run by then.
+    """
 
     def __init__(self, step: Step, device: Device, number: Mapping[str, int]):
         from cupy_backends.cuda.api import driver
@@ -471,15 +521,27 @@ class Launch:
         self._before = (self.compiled.function, *step.grid, kernel.threads, 1, 1, step.shared)
         self._address = ctypes.addressof(self._arguments)
 
+        self._launch_dependent = _device.launch_kernel_ex(device.index) if _PDL else None
+        self._config = _device.LaunchConfig.dependent(step.grid, kernel.threads, step.shared)
+        self._stream = 0  # the one in `_config`
+        self._dependent = (ctypes.addressof(self._config), self.compiled.function, self._address,
+                           None)
+
     def __call__(self, values: Sequence[int], stream: int) -> None:
         words = self._words
         for index, buffer in self._from:
             words[index] = values[buffer]
+        if self._launch_dependent is not None:
+            if stream != self._stream:
+                self._config.stream = self._stream = stream
+            if self._launch_dependent(*self._dependent) == 0:
+                return
         try:
             self._launch(*self._before, stream, self._address, 0)
         except Exception as error:
             raise KernelError(f"{self.step.kernel.name} did not launch with grid "
                               f"{self.step.grid}: {error}") from error
+        self._launch_dependent = None  # refused although a plain launch is not: not asked again
 
 
 def _store(block: np.ndarray, path: str, value: Any) -> None:
@@ -644,6 +706,7 @@ def raise_faults() -> None:
 _DEBUG = os.environ.get("CUPYATTN_DEBUG", "0") not in ("", "0")
 _SYNC = os.environ.get("CUPYATTN_SYNC", "0") not in ("", "0")
 _VERBOSE = _DEBUG or _SYNC
+_PDL = os.environ.get("CUPYATTN_PDL", "1") not in ("", "0")  # programmatic dependent launch
 
 
 def _report(prepared: Prepared) -> None:

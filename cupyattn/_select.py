@@ -55,14 +55,14 @@ def choose(name: str, table: Sequence[Row], problem: Any, device: Device) -> Row
 
 def tables() -> dict[str, Sequence[Row]]:
     """Return every table of the package by the name of its pass."""
-    from .configs import fused_neighborhood, multi_token, neighborhood, rope
+    from .configs import fused_neighborhood, multi_token_bwd, multi_token_fwd, neighborhood, rope
 
     return {
         "neighborhood_fwd": neighborhood.FORWARD,
         "neighborhood_bwd": neighborhood.BACKWARD,
         "fused_neighborhood_fwd": fused_neighborhood.FORWARD,
         "fused_neighborhood_bwd": fused_neighborhood.BACKWARD,
-        "multi_token_fwd": multi_token.FORWARD,
-        "multi_token_bwd": multi_token.BACKWARD,
+        "multi_token_fwd": multi_token_fwd.FORWARD,
+        "multi_token_bwd": multi_token_bwd.BACKWARD,
         "rope": rope.TABLE,
     }

@@ -71,6 +71,16 @@ def _struct_checks(name: str) -> list[str]:
     return lines
 
 
+# Every kernel may be launched before the work ahead of it in its stream is done, and waits for that
+# before it touches memory (see `_launch.Launch`). Both lines do nothing in other launches.
+_WAIT = """\
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+"""
+
+
 def assemble(kernel: Kernel, folder: Path | None = None) -> str:
     """Return the whole text of one kernel: its file, its headers, its `Config`, its entry."""
     body = _expanded(kernel.source, folder or kernels_folder())
@@ -83,5 +93,5 @@ def assemble(kernel: Kernel, folder: Path | None = None) -> str:
             "};\n"
             f"{checks}\n"
             f'extern "C" __global__ void __launch_bounds__({bounds})\n'
-            f"{kernel.name}(const __grid_constant__ {kernel.params} p) {{\n"
+            f"{kernel.name}(const __grid_constant__ {kernel.params} p) {{\n{_WAIT}"
             f"  {kernel.function}<Config>(p);\n}}\n")

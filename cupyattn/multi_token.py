@@ -8,8 +8,9 @@ from typing import Any
 from . import _checks
 from ._launch import Operator, call
 from ._program import Layout
-from .configs import multi_token as configs
 from .configs.multi_token import Problem
+from .configs.multi_token_bwd import BACKWARD as BACKWARD_ROWS
+from .configs.multi_token_fwd import FORWARD as FORWARD_ROWS
 from .reference import multi_token as reference
 
 
@@ -141,11 +142,11 @@ def _flops(problem: Problem) -> int:
 # Scores and dy with a strided last axis are copied: every view gives the bits of its copy.
 _ANY = frozenset({"weight", "bias"})
 FORWARD = Operator(
-    name="multi_token_fwd", mixed=True, arrays=("scores", "weight", "bias"), table=configs.FORWARD,
+    name="multi_token_fwd", mixed=True, arrays=("scores", "weight", "bias"), table=FORWARD_ROWS,
     normalise=_normalise, problem=_checks.multi_token, results=_forward_results,
     reference=_forward_reference, flops=_flops, any_strides=_ANY, over="scores")
 BACKWARD = Operator(
     name="multi_token_bwd", mixed=True, arrays=("dy", "scores", "weight", "bias"),
-    table=configs.BACKWARD,
+    table=BACKWARD_ROWS,
     normalise=_normalise, problem=_checks.multi_token, results=_backward_results,
     reference=_backward_reference, flops=lambda p: 2 * _flops(p), any_strides=_ANY, over="dy")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -87,7 +89,8 @@ def rope(q, k, cos, sin, *, rotary_dim=None, interleaved=False, position_ids=Non
             constants = {"offsets": np.array(offsets, np.int64)}
     if out is not None:
         out = _outputs(out, q, k)
-    options = (rotary_dim, interleaved, inverse, layout, offsets)
+    options = (rotary_dim, interleaved, inverse, layout, offsets,
+               type(rotary_dim), type(interleaved), type(inverse))
     results = call(ROPE, (q, k, cos, sin, position_ids), options, out, (offset,), constants)
     if k is None:
         return results[0], None
@@ -126,8 +129,11 @@ def rope_backward(dq, dk, cos, sin, *, rotary_dim=None, interleaved=False, posit
     TypeError, ValueError
         As `rope`.
     """
-    return rope(dq, dk, cos, sin, rotary_dim=rotary_dim, interleaved=interleaved,
-                position_ids=position_ids, offset=offset, inverse=True, layout=layout, out=out)
+    try:
+        return rope(dq, dk, cos, sin, rotary_dim=rotary_dim, interleaved=interleaved,
+                    position_ids=position_ids, offset=offset, inverse=True, layout=layout, out=out)
+    except (TypeError, ValueError) as error:  # checked as q and k of `rope`: say which they are
+        raise type(error)(re.sub(r"\b[qk](?=\b|_out\b)", r"d\g<0>", str(error))) from error
 
 
 def rope_table(seq, rotary_dim, *, base=10000.0, scaling=None, positions=None, dtype="float32",
@@ -135,7 +141,8 @@ def rope_table(seq, rotary_dim, *, base=10000.0, scaling=None, positions=None, d
     """Cosine and sine of the angle of each position and pair, in the half form.
 
     Angles are formed in float64 and rounded once, so they are right to float32 rounding at any
-    position.
+    position. Tables on a device are made there; the host waits for it only where the rule depends
+    on the largest of `positions`.
 
     Parameters
     ----------
@@ -154,7 +161,8 @@ def rope_table(seq, rotary_dim, *, base=10000.0, scaling=None, positions=None, d
     dtype : dtype
         float16, bfloat16, float32 or float64.
     like : array, optional
-        An array of the wanted kind (CuPy, torch) on the wanted device; NumPy when None.
+        An array of the wanted kind (CuPy, torch) on the wanted device; NumPy when None. Positions
+        of the same kind on the same device stay there; others come by way of the host.
 
     Returns
     -------
@@ -187,18 +195,83 @@ def rope_table(seq, rotary_dim, *, base=10000.0, scaling=None, positions=None, d
         raise ValueError(f"base is {base}; accepted is a positive number")
     if scaling is not None and not isinstance(scaling, Mapping):
         raise TypeError(f"scaling is a {type(scaling).__name__}; accepted is a dict or None")
+    tag = _arrays.float_dtype(dtype)
+    library = None if like is None else _arrays.library_of({"like": like})
+    if library is not None and library.on_device:
+        return _device_table(library, like, tag, positions, seq, rotary_dim, base, scaling)
     if positions is not None:
-        positions = _host_positions(positions)
-    tag, values = _arrays.float_dtype(dtype), reference.table(seq, rotary_dim, base, scaling,
-                                                              positions)
+        positions = _integers(_arrays.to_host("positions", positions))
+    values = reference.table(seq, rotary_dim, base, scaling, positions)
     return tuple(_arrays.from_host(x, tag, like) for x in values)
 
 
-def _host_positions(positions) -> np.ndarray:
-    host = _arrays.to_host("positions", positions)
-    if host.dtype.kind not in "iu":
-        raise TypeError(f"positions has dtype {host.dtype}; accepted are integers")
-    return host
+def _integers(positions):
+    if positions.dtype.kind not in "iu":
+        raise TypeError(f"positions has dtype {positions.dtype}; accepted are integers")
+    return positions
+
+
+def _device_table(library: _arrays.Library, like, tag: str, positions, seq: int | None,
+                  rotary_dim: int, base: float, scaling: Mapping | None) -> tuple:
+    """Make the tables on the device of `like`, on its library's stream.
+
+    Only the frequencies, a few hundred numbers, come from the host.
+    """
+    import cupy
+
+    foreign = isinstance(library, _arrays.Foreign)
+    device = library.device(library.adopt("like", like) if foreign else like)  # type: ignore
+    with cupy.cuda.Device(device), library.stream_object(device):
+        if positions is None:
+            positions = cupy.arange(seq)
+        elif type(positions) is type(like) and positions.__dlpack_device__() == (2, device):
+            positions = _integers(cupy.from_dlpack(positions))
+        else:  # elsewhere, or in the order of another stream
+            positions = cupy.asarray(_integers(_arrays.to_host("positions", positions)))
+        if seq is None and scaling is not None and positions.size:
+            if (scaling.get("rope_type") or scaling.get("type")) in _RULES_OF_LENGTH:
+                seq = int(positions.max()) + 1  # waits
+        frequencies, factor = reference.frequencies(rotary_dim, base, scaling, seq)
+        layout = Layout((*positions.shape, rotary_dim // 2), tag)
+        tables = [library.empty(layout, device) for _ in ("cos", "sin")]
+        if layout.size:
+            dtype, kernel = _table_kernel(tag)
+            kernel(positions[..., None], cupy.asarray(frequencies), factor, *(
+                cupy.ndarray(layout.shape, dtype, cupy.cuda.MemoryPointer(
+                    cupy.cuda.UnownedMemory(library.pointer(x), layout.nbytes, x, device), 0))
+                for x in tables))
+    return tuple(library.give_back(x, like) if foreign else x for x in tables)  # type: ignore
+
+
+_RULES_OF_LENGTH = ("dynamic", "longrope")
+
+
+@functools.cache
+def _table_kernel(tag: str) -> tuple[type, Any]:
+    """Return the dtype that holds the bits of `tag`, and the kernel that writes them.
+
+    Angles in float64, as in the reference: at position 10**6 they are off by 1e-10 at most. Then
+    one rounding, as NumPy and ml_dtypes do it (bfloat16 by way of float32).
+    """
+    import cupy
+
+    dtype, ctype, rounding = {
+        "f64": (np.float64, "double", "y = x;"),
+        "f32": (np.float32, "float", "y = float(x);"),
+        "f16": (np.uint16, "unsigned short", 'asm("cvt.rn.f16.f64 %0, %1;" : "=h"(y) : "d"(x));'),
+        "bf16": (np.uint16, "unsigned short",
+                 'asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(float(x)));'),
+    }[tag]
+    return dtype, cupy.ElementwiseKernel(
+        "T position, float64 frequency, float64 factor", f"{np.dtype(dtype).name} c, "
+        f"{np.dtype(dtype).name} s",
+        """
+        double cosine, sine;
+        sincos(double(position) * frequency, &sine, &cosine);
+        c = rounded(cosine * factor);
+        s = rounded(sine * factor);
+        """, f"cupyattn_rope_table_{tag}",
+        preamble=f"__device__ {ctype} rounded(double x) {{ {ctype} y; {rounding} return y; }}")
 
 
 def _offsets(offset) -> tuple[int, tuple[int, ...] | None]:
@@ -212,7 +285,7 @@ def _offsets(offset) -> tuple[int, tuple[int, ...] | None]:
 
 
 def _normalise(arrays, options: tuple) -> tuple[Any, ...]:
-    rotary_dim, interleaved, inverse, layout, offsets = options
+    rotary_dim, interleaved, inverse, layout, offsets = options[:5]
     return (None if rotary_dim is None else _checks.integer("rotary_dim", rotary_dim),
             _checks.boolean("interleaved", interleaved), _checks.boolean("inverse", inverse),
             _checks.choice("layout", layout, _LAYOUTS), offsets)
@@ -261,4 +334,4 @@ ROPE = Operator(
     normalise=_normalise, problem=_checks.rope, results=_results, reference=_reference,
     flops=lambda p: sum(3 * x.size * p.rotary_dim // x.shape[-1] for x in p.given.values()),
     any_strides=frozenset({"cos", "sin", "position_ids"}), strided_results=("q_out", "k_out"),
-    scalars=("offset",), bounds=_bounds, out_of_bounds=_out_of_bounds)
+    scalars=("offset",), bounds=_bounds, out_of_bounds=_out_of_bounds, typed=True)

@@ -5,17 +5,21 @@
 //   inverse: the sine is negated, which is the transpose
 //
 // Shapes    as in rope.cu; every row of q, k and their outputs 16-byte aligned
-// Grid      x: groups of tokens;  y: batch, at most 65,535;  z: groups of kSlots * kUnroll heads
-// Block     kThreads = tokens x kSlots heads x kLanes; a thread has kUnroll heads, slot,
-//           slot + kSlots, ... of the list "q heads, then k heads", and two vectors in each
+// Grid      x: kGroups groups of heads, fastest, by blocks of tokens;  y: batch, at most 65,535
+// Block     kThreads = tokens x kSlots x kLanes; a thread has kQueries heads of q and kKeys of k,
+//           slot, slot + kSlots, ... of its group's, and two vectors in each
 // Tile map  the two vectors of a thread, in one head, for kSize = 16 / sizeof(T) = 8:
 //             half-split    [8 l, 8 l + 8)  and  [r + 8 l, r + 8 l + 8)
 //             interleaved   [16 l, 16 l + 8)  and  [16 l + 8, 16 l + 16)      l < kLanes
-// Pipeline  all loads of the heads, then of the table row, then rotations and stores: one latency
-// Memory    each element is read once and written once, 2 * kUnroll vectors in flight a thread;
-//           a table row is read by each head slot, from cache
-// In place  a thread reads both vectors before it writes either
-// Limits    rotary_dim = 2 * kLanes * kSize; the rest of the head a multiple of kSize
+// Pipeline  all loads of the heads and of the table row, then rotations and stores: one latency.
+//           No branch stands before the loads, and heads are a constant step apart, so that the
+//           last load leaves soon after the first: small problems are all latency
+// Memory    each element is read once and written once, 2 * (kQueries + kKeys) vectors in flight a
+//           thread; a table row is read by each head slot, from cache
+// In place  a thread reads its vectors before it writes any
+// Limits    rotary_dim = 2 * kLanes * kSize; the rest of the head a multiple of kSize; seq below
+//           2**31
+// Config    T, Table; kRest: some channels are not rotated; kPositions: position_ids or offsets
 // Sources   Su et al., "RoFormer", 2021
 #include "common/params.cuh"
 #include "common/rope.cuh"
@@ -43,27 +47,6 @@ __device__ void load_angles(float (&to)[kSize], const Table* row, int64 column_s
   }
 }
 
-// Where head h of the list "q heads, then k heads" of a token is read and written.
-template <class T>
-struct Heads {
-  const T *q, *k;
-  T *q_out, *k_out;
-
-  __device__ Heads(const RopeParams& p, int64 item, int64 token)
-      : q(static_cast<const T*>(p.q) + item * p.q_stride[0] + token * p.q_stride[1]),
-        k(static_cast<const T*>(p.k) + item * p.k_stride[0] + token * p.k_stride[1]),
-        q_out(static_cast<T*>(p.q_out) + item * p.q_out_stride[0] + token * p.q_out_stride[1]),
-        k_out(static_cast<T*>(p.k_out) + item * p.k_out_stride[0] + token * p.k_out_stride[1]) {}
-
-  __device__ const T* from(const RopeParams& p, int h) const {
-    return h < p.q_heads ? q + h * p.q_stride[2] : k + (h - p.q_heads) * p.k_stride[2];
-  }
-  __device__ T* to(const RopeParams& p, int h) const {
-    return h < p.q_heads ? q_out + h * p.q_out_stride[2]
-                         : k_out + (h - p.q_heads) * p.k_out_stride[2];
-  }
-};
-
 // Rotate the pairs that two vectors hold: element i of both, or neighbours within them.
 template <class Config, class T, int kSize>
 __device__ void rotate(Vector<T>& a, Vector<T>& b, const float (&c)[kSize],
@@ -87,36 +70,103 @@ __device__ void rotate(Vector<T>& a, Vector<T>& b, const float (&c)[kSize],
   }
 }
 
+// A thread's heads of one array: `count` of them exist, `step` elements apart.
+template <class Config, int kHeads>
+struct Share {
+  using T = typename Config::T;
+  static constexpr int kSize = Vector<T>::kSize;
+
+  const T* from;
+  T* to;
+  int64 from_step, to_step;
+  int count;
+  Vector<T> a[kHeads], b[kHeads];
+
+  __device__ Share(const void* x, const int64 (&x_stride)[3], void* y, const int64 (&y_stride)[3],
+                   int heads, unsigned item, unsigned token, unsigned head)
+      : from(static_cast<const T*>(x) + item * x_stride[0] + token * x_stride[1] +
+             head * x_stride[2]),
+        to(static_cast<T*>(y) + item * y_stride[0] + token * y_stride[1] + head * y_stride[2]),
+        from_step(Config::kSlots * x_stride[2]),
+        to_step(Config::kSlots * y_stride[2]),
+        count((heads - int(head) + Config::kSlots - 1) / Config::kSlots) {}
+
+  __device__ void load(int first, int second) {
+#pragma unroll
+    for (int u = 0; u < kHeads; ++u) {
+      if (u < count) {
+        a[u] = load_vector(from + u * from_step + first);
+        b[u] = load_vector(from + u * from_step + second);
+      }
+    }
+  }
+
+  __device__ void rotate_and_store(int first, int second, const float (&c)[kSize],
+                                   const float (&s)[kSize]) {
+#pragma unroll
+    for (int u = 0; u < kHeads; ++u) {
+      if (u < count) {
+        rotate<Config>(a[u], b[u], c, s);
+        store_vector(to + u * to_step + first, a[u]);
+        store_vector(to + u * to_step + second, b[u]);
+      }
+    }
+  }
+
+  // Channels that are not rotated; NaN in a token without a table row.
+  __device__ void copy_rest(int start, int end, bool valid) const {
+#pragma unroll 1
+    for (int u = 0; u < min(kHeads, count); ++u) {
+#pragma unroll 1
+      for (int i = start; i < end; i += Config::kLanes * kSize) {
+        Vector<T> v = load_vector(from + u * from_step + i);
+        const float nan = 0.0f * negative_infinity<float>();
+        for (int j = 0; j < kSize && !valid; j += 2) {
+          v.set(j, nan, nan);
+        }
+        store_vector(to + u * to_step + i, v);
+      }
+    }
+  }
+};
+
+// q or k is absent, or has no heads here.
+template <class Config>
+struct Share<Config, 0> {
+  template <class... Arguments>
+  __device__ Share(const Arguments&...) {}
+  __device__ void load(int, int) {}
+  template <class Angles>
+  __device__ void rotate_and_store(int, int, const Angles&, const Angles&) {}
+  __device__ void copy_rest(int, int, bool) const {}
+};
+
 template <class Config>
 __device__ void rope_vector(const RopeParams& p) {
   using T = typename Config::T;
   using Table = typename Config::Table;
   constexpr int kSize = Vector<T>::kSize, kLanes = Config::kLanes, kSlots = Config::kSlots;
-  constexpr int kUnroll = Config::kUnroll, kToken = kLanes * kSlots;  // threads of a token
-  const int lane = threadIdx.x % kLanes, slot = threadIdx.x / kLanes % kSlots;
-  const int64 item = blockIdx.y;
-  const int64 token = blockIdx.x * int64(Config::kThreads / kToken) + threadIdx.x / kToken;
+  constexpr int kToken = kLanes * kSlots;  // threads of a token
+  constexpr int kQueries = Config::kQueries, kKeys = Config::kKeys;
+  const unsigned lane = threadIdx.x % kLanes, slot = threadIdx.x / kLanes % kSlots;
+  const unsigned item = blockIdx.y, group = blockIdx.x % Config::kGroups;
+  const unsigned token = blockIdx.x / Config::kGroups * (Config::kThreads / kToken) +
+                         threadIdx.x / kToken;
   if (token >= p.seq) {
     return;
   }
-  const int heads = p.q_heads + p.k_heads;
-  const int head = blockIdx.z * (kSlots * kUnroll) + slot;
   const int first = lane * (Config::kInterleaved ? 2 * kSize : kSize);
   const int second = first + (Config::kInterleaved ? kSize : kLanes * kSize);
-  const Heads<T> row(p, item, token);
+  Share<Config, kQueries> q(p.q, p.q_stride, p.q_out, p.q_out_stride, p.q_heads, item, token,
+                            group * (kSlots * kQueries) + slot);
+  Share<Config, kKeys> k(p.k, p.k_stride, p.k_out, p.k_out_stride, p.k_heads, item, token,
+                         group * (kSlots * kKeys) + slot);
+  q.load(first, second);
+  k.load(first, second);
 
-  Vector<T> a[kUnroll], b[kUnroll];
-#pragma unroll
-  for (int u = 0; u < kUnroll; ++u) {
-    const int h = head + u * kSlots;
-    if (h < heads) {
-      a[u] = load_vector(row.from(p, h) + first);
-      b[u] = load_vector(row.from(p, h) + second);
-    }
-  }
-
-  const int64 position = table_row(p, item, token);
-  const bool valid = position >= 0 && position < p.table;
+  // Without positions and offsets the host has checked every row.
+  const int64 position = Config::kPositions ? table_row(p, item, token) : token + p.offset;
+  const bool valid = !Config::kPositions || (position >= 0 && position < p.table);
   float c[kSize], s[kSize];
   if (valid) {
     load_angles(c, static_cast<const Table*>(p.cos) + item * p.cos_stride[0] +
@@ -137,30 +187,10 @@ __device__ void rope_vector(const RopeParams& p) {
     }
   }
 
-#pragma unroll
-  for (int u = 0; u < kUnroll; ++u) {
-    const int h = head + u * kSlots;
-    if (h < heads) {
-      rotate<Config>(a[u], b[u], c, s);
-      store_vector(row.to(p, h) + first, a[u]);
-      store_vector(row.to(p, h) + second, b[u]);
-    }
-  }
-
-  // Channels that are not rotated.
-  if (p.rotary_dim < p.head_dim) {
-#pragma unroll 1
-    for (int h = head; h < min(heads, head + kUnroll * kSlots); h += kSlots) {
-      const T* from = row.from(p, h);
-      T* to = row.to(p, h);
-#pragma unroll 1
-      for (int i = p.rotary_dim + lane * kSize; i < p.head_dim; i += kLanes * kSize) {
-        Vector<T> v = load_vector(from + i);
-        for (int j = 0; j < kSize && !valid; j += 2) {
-          v.set(j, c[0], c[0]);
-        }
-        store_vector(to + i, v);
-      }
-    }
+  q.rotate_and_store(first, second, c, s);
+  k.rotate_and_store(first, second, c, s);
+  if (Config::kRest) {
+    q.copy_rest(p.rotary_dim + lane * kSize, p.head_dim, valid);
+    k.copy_rest(p.rotary_dim + lane * kSize, p.head_dim, valid);
   }
 }

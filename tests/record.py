@@ -1,7 +1,10 @@
 """The record of the last run on a GPU, and the hash that ties it to the sources.
 
 `pytest -m gpu --record tests/gpu_record.json` writes the record; `--record-as multigpu` (or
-`large`) adds the counts of a further run to it. The sanitizer's findings are added by
+`large`) adds the counts of a further run to it. Each run carries the hash of the sources that it
+ran on. A further run asks for a machine that is not always at hand, so that it may stay in the
+record when the sources have changed since, marked `"older_sources": true`; the suite itself and
+the sanitizer's findings must be of the present sources. The findings are added by
 
     python -m tests.record --sanitizer memcheck=memcheck.log racecheck=racecheck.log
 
@@ -9,8 +12,9 @@ from logs that hold the whole output of, for example,
 
     compute-sanitizer --tool memcheck python -m pytest -m "gpu and smoke"
 
-The hash covers every byte below kernels/, and the syntax trees of cupyattn/**/*.py without
-docstrings and comments: a changed sentence asks for no new run, a changed line of code does.
+The hash covers every byte of the .cu and .cuh files below kernels/, and the syntax trees of
+cupyattn/**/*.py without docstrings and comments: a changed sentence asks for no new run, a changed
+line of code does.
 """
 
 from __future__ import annotations
@@ -88,15 +92,15 @@ def sources_sha256(root: Path = ROOT) -> str:
     """Return the hash of everything that a run on a GPU depends on."""
     total = hashlib.sha256()
 
-    def files(folder: str, pattern: str):
-        found = (p for p in (root / folder).rglob(pattern) if p.is_file())
+    def files(folder: str, *suffixes: str):
+        found = (p for p in (root / folder).rglob("*") if p.suffix in suffixes and p.is_file())
         named = ((p.relative_to(root).as_posix(), p) for p in found)
         return sorted((name, p) for name, p in named
                       if "/__pycache__/" not in name and "/." not in name)
 
-    for name, path in files("kernels", "*"):
+    for name, path in files("kernels", ".cu", ".cuh"):
         total.update(f"{name}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\0".encode())
-    for name, path in files("cupyattn", "*.py"):
+    for name, path in files("cupyattn", ".py"):
         total.update(f"{name}\0{python_digest(path.read_text(encoding='utf-8'))}\0".encode())
     return total.hexdigest()
 
@@ -129,10 +133,17 @@ def load(path: Path = RECORD) -> dict:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
+def further_runs(record: dict) -> dict[str, dict]:
+    """Return the runs that were added by name."""
+    return {name: run for name, run in record.items()
+            if isinstance(run, dict) and name != "sanitizer"}
+
+
 def write(path: Path, counts: dict[str, int], name: str = "") -> None:
     """Write the counts of a run: the record itself, or under `name` in the present record.
 
-    What another run left in the record stays only while it belongs to the same sources.
+    A new record keeps the further runs, marked where they were of other sources, and the
+    sanitizer's findings where they were of the same.
     """
     run = {**counts, "sources_sha256": sources_sha256(), **machine(),
            "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")}
@@ -140,10 +151,13 @@ def write(path: Path, counts: dict[str, int], name: str = "") -> None:
     if name:
         record[name] = run
     else:
-        same = run["sources_sha256"]
-        kept = {key: value for key, value in record.items()
-                if isinstance(value, dict) and value.get("sources_sha256") == same}
-        if record.get("sanitizer_sources_sha256") == same:
+        now = run["sources_sha256"]
+        kept = further_runs(record)
+        for further in kept.values():
+            further.pop("older_sources", None)
+            if further["sources_sha256"] != now:
+                further["older_sources"] = True
+        if record.get("sanitizer_sources_sha256") == now:
             kept.update({key: record[key] for key in ("sanitizer", "sanitizer_sources_sha256")})
         record = {**run, "sanitizer": {}, **kept}
     path.write_text(json.dumps(record, indent=2) + "\n")

@@ -9,6 +9,7 @@ import numpy as np
 import oracle
 import problems
 import pytest
+from cupyattn import _arrays
 from cupyattn._arrays import external_stream
 from kinds import DTYPES, KINDS, LAYOUTS, lower, mk, raw, spin
 from problems import check, check_layouts, check_out, flat
@@ -25,6 +26,34 @@ def by_type(problem):
 
 
 each = pytest.mark.parametrize("problem", EACH, ids=by_type)
+
+
+# --- what a repeated call is known by --------------------------------------------------------
+
+
+@pytest.mark.parametrize("public", [False, True])
+def test_signatures_tell_layouts_apart(public, monkeypatch):
+    """With CuPy's own note of contiguity, and without it."""
+    cupy = pytest.importorskip("cupy")
+    memory = cupy.cuda.UnownedMemory(1 << 20, 1 << 20, None, 0)
+
+    def array(shape=(2, 6), dtype="f", offset=0, strides=None):
+        return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, offset), strides)
+
+    if public:
+        monkeypatch.setattr(_arrays, "hasattr", lambda x, name: False, raising=False)
+    library = _arrays.CuPy()
+    assert ("read" in vars(library)) == public
+    unlike = [None, array(), array((6, 2)), array((12,)), array((2, 6, 1)), array(dtype="e"),
+              array(offset=4), array(offset=8), array(strides=(4, 8)), array(strides=(48, 8)),
+              array(strides=(0, 4)), array(strides=(24, -4), offset=64)]
+    signatures = [library.read([x, unlike[1]])[0] for x in unlike]
+    assert len(set(signatures)) == len(unlike)
+    again, addresses = library.read([array(offset=256), None])
+    assert again == library.read([unlike[1], None])[0] and addresses == [(1 << 20) + 256, 0]
+    if not public:  # how far apart single rows are says nothing
+        one = [library.read([array((1, 6), strides=(s, 4))])[0] for s in (24, 400)]
+        assert one[0] == one[1]
 
 
 # --- torch -----------------------------------------------------------------------------------

@@ -42,7 +42,8 @@ def test_every_published_workload_has_its_name():
         "mta/b2-c32-k3-l2048-bf16",
         "mta/b2-c4-k3-l64-sparsemax-f32",
     }
-    mta |= {f"mta/b2-c4-k{k}-l1024-bf16" for k in (5, 7, 11)}
+    mta |= {f"mta/b2-c4-k{k}-l{s}-bf16" for k in (5, 7, 11) for s in (256, 1024)}
+    mta |= {f"mta/b2-c16-k3-g{g}-l{s}-bf16" for g in (4, 16) for s in (256, 1024)}
     rope = {f"rope/s{s}-h8192-bf16" for s in (1024, 2048, 4096, 8192, 16384)}
     rope |= {"rope/s2048-h512-bf16", "rope/s2048-h2048-bf16"}
     names = set(workloads.WORKLOADS)
@@ -56,6 +57,14 @@ def test_every_published_workload_has_its_name():
         n for n in fused if n.endswith("-f32")
     }
     assert set(workloads.QUICK) <= names
+    memory = workloads.MEMORY  # in order of importance, each once
+    assert set(memory[:7]) == rope and set(memory) <= rope | mta | {
+        "mta/b2-c4-k3-l256-sparsemax-f32", "mta/b2-c4-k3-l1024-sparsemax-f32"
+    }  # fmt: skip
+    assert {f"mta/b2-c4-k3-l{2**e}-bf16" for e in range(5, 13)} < set(memory[:17])
+    assert {"mta/b2-c16-k3-l1024-bf16", "mta/b2-c32-k3-l2048-bf16"} < set(memory[:17])
+    assert len(set(memory)) == len(memory) == 32
+    assert [w.name for w in workloads.select(None, ["memory"])] == memory
 
 
 @pytest.mark.parametrize("operator", TINY)
@@ -232,6 +241,11 @@ def test_table():
     assert liger.split()[7:9] == ["1.00", "6.25"]
     assert torch.split()[4:9] == ["-"] * 5 and torch.endswith("too slow")
     assert copy.split()[7] == "10.00"
+    # A provider that was timed last stands with its workload all the same.
+    mixed = [rows[0], example_row(workload="rope/other"), rows[1]]
+    assert [line.split()[2] for line in ledger.table(mixed).splitlines()[1:3]] == [
+        "cupyattn", "liger",
+    ]  # fmt: skip
 
 
 def test_custom_shape():
@@ -290,48 +304,165 @@ def test_worker_is_reused_and_killed_at_the_limit():
         slow.stop()
 
 
-def test_a_slow_provider_leaves_a_row_that_says_so(monkeypatch):
-    options = cli.parser().parse_args(["--limit", "0.3", "--provider", "cupyattn"])
-    monkeypatch.setattr(run_module, "FIRST_CASE_SECONDS", 0.0)
-    run = run_module.Run(options, [])
-    script = SCRIPT.replace('request.get("sleep")', "True")
-    run.workers = {"liger": worker.Worker([sys.executable, "-c", script])}
-    run.cases = [(TINY["multi_token"], d, "liger") for d in workloads.DIRECTIONS]
+def run_of(arguments, problems, name="liger"):
+    """Return a run of these problems by one provider, on no device."""
+    run = run_module.Run(cli.parser().parse_args(arguments), [])
+    run.workers = {name: run_module.provider_worker(name)}
+    run.cases = [(w, d, name) for w in problems for d in workloads.DIRECTIONS]
     run.run, run.done, run.rates = "x", set(), {}
     run.facts = dict.fromkeys(("gpu", "driver", "cuda", "cupy", "torch"))
     run.commit = run.dirty = None
+    return run
+
+
+def answer_by(monkeypatch, script):
+    monkeypatch.setattr(
+        run_module, "provider_worker", lambda name: worker.Worker([sys.executable, "-c", script])
+    )
+
+
+ANSWERS = """
+import json, sys, time
+print("{}", flush=True)
+for line in sys.stdin:
+    request = json.loads(line)
+    w, ask = request["workload"], request["ask"]
+    if LATE:
+        time.sleep(60)
+    print(json.dumps({"healthy": True, "note": ask}), flush=True)
+"""
+
+
+def test_a_slow_provider_leaves_a_row_that_says_so(monkeypatch):
+    monkeypatch.setattr(run_module, "FIRST_CASE_SECONDS", 0.0)
+    answer_by(monkeypatch, ANSWERS.replace("LATE", "True"))
+    run = run_of(["--limit", "0.3"], [TINY["multi_token"]])
     forward, backward = run.execute()
-    assert forward["graph_us"] is None and "time limit" in forward["note"]
+    assert forward["graph_us"] is None and "time limit of 0.3 s" in forward["note"]
     assert backward["graph_us"] is None and "not tried" in backward["note"]
 
 
 def test_peers_compile_side_by_side(monkeypatch):
     """One of four workloads never compiles: it loses its rows, the others do not."""
-    script = """
-import json, sys, time
-print("{}", flush=True)
-for line in sys.stdin:
-    request = json.loads(line)
-    if request["workload"]["seq"] == 3 and request["ask"] == "compile":
-        time.sleep(60)
-    print(json.dumps({"healthy": True, "note": "", "ask": request["ask"]}), flush=True)
-"""
     monkeypatch.setattr(run_module.os, "cpu_count", lambda: 4)
-    monkeypatch.setattr(
-        run_module, "provider_worker", lambda name: worker.Worker([sys.executable, "-c", script])
-    )
-    options = cli.parser().parse_args(["--compile-limit", "2"])
-    run = run_module.Run(options, [])
-    run.workers = {"liger": run_module.provider_worker("liger")}
+    answer_by(monkeypatch, ANSWERS.replace("LATE", "w['seq'] == 3 and ask == 'compile'"))
     problems = [workloads.MultiToken(f"tiny/{seq}", seq=seq) for seq in range(4)]
-    run.cases = [(w, d, "liger") for w in problems for d in workloads.DIRECTIONS]
-    run.run, run.done, run.rates = "x", set(), {}
-    run.facts = dict.fromkeys(("gpu", "driver", "cuda", "cupy", "torch"))
-    run.commit = run.dirty = None
+    run = run_of(["--compile-limit", "2"], problems)
     notes = {(r["workload"], r["direction"]): r["note"] for r in run.execute()}
-    late = {case: note for case, note in notes.items() if note}
-    assert set(late) == {("tiny/3", d) for d in workloads.DIRECTIONS} and len(notes) == 8
-    assert all("time limit" in note and "compile" in note for note in late.values())
+    late = {case: note for case, note in notes.items() if note != "case"}
+    assert late == {
+        ("tiny/3", "forward"): "no result within the time limit of 2 s, to compile",
+        ("tiny/3", "backward"): "not tried: tiny/3 forward did not compile within 2 s",
+    }
+    assert len(notes) == 8
+
+
+def test_what_is_larger_than_what_did_not_compile_is_not_tried(monkeypatch):
+    late = "(w['seq'], request['direction']) == (32, 'backward')"
+    answer_by(monkeypatch, ANSWERS.replace("LATE", late))
+    problems = [workloads.MultiToken(f"tiny/{seq}", seq=seq) for seq in (16, 32, 64)]
+    run = run_of(["--compile-limit", "1"], problems)
+    run._compile("liger", problems[::-1])
+    assert run.uncompiled == {
+        ("tiny/32", "backward", "liger"): "no result within the time limit of 1 s, to compile",
+        ("tiny/64", "backward", "liger"): "not tried: tiny/32 backward did not compile within 1 s",
+    }
+
+
+def test_the_ledger_says_what_does_not_compile(monkeypatch):
+    """An earlier row of the same versions saves the trying, unless more time is given now."""
+    monkeypatch.setattr(ledger, "peer_version", lambda name: "1.0")
+    row = example_row(
+        workload="mta/b2-c4-k3-l512-bf16", provider="liger", peer_version="1.0",
+        note="no result within the time limit of 60 s, to compile",
+    )  # fmt: skip
+    assert run_module.not_compiled([{**row, "peer_version": "0.9"}], "Some GPU") == []
+    assert run_module.not_compiled([row], "Another GPU") == []
+    assert run_module.not_compiled([{**row, "note": "not tried: too slow"}], "Some GPU") == []
+    (late,) = run_module.not_compiled([row], "Some GPU")
+    assert (late.limit, late.direction, late.run) == (60.0, "forward", row["run"])
+
+    answer_by(monkeypatch, ANSWERS.replace("LATE", "False"))
+    names = ["l256-bf16", "l512-bf16", "l1024-f32", "l1024-sparsemax-f32"]
+    problems = [workloads.WORKLOADS[f"mta/b2-c4-k3-{name}"] for name in names]
+    for limit, passed in (("60", [0, 3]), ("61", [0, 1, 2, 3])):
+        run = run_of(["--compile-limit", limit], problems)
+        run.late = [late]
+        notes = [r["note"] for r in run.execute()]
+        assert [i for i in range(4) if notes[2 * i] == "case"] == passed
+        for note in notes:
+            assert note == "case" or note == (
+                "not tried: mta/b2-c4-k3-l512-bf16 forward did not compile within 60 s "
+                f"(run {row['run']})"
+            )
+        assert all(notes[2 * i] == notes[2 * i + 1] for i in range(4))
+
+
+@pytest.mark.parametrize("changes, expected", [
+    ({}, True), ({"seq": 4096}, True), ({"dtype": "f32"}, True), ({"channels": 8}, True),
+    ({"seq": 128}, False), ({"activation": "sparsemax", "seq": 512}, False),
+    ({"seq": 512, "channels": 2}, False)])  # fmt: skip
+def test_asks_as_much(changes, expected):
+    small = workloads.MultiToken("small")
+    large = dataclasses.replace(small, name="other", **changes)
+    assert run_module.asks_as_much(large, small) is expected
+
+
+def test_asks_as_much_per_axis():
+    na = workloads.WORKLOADS["na/2d-96-w24"]
+    assert run_module.asks_as_much(dataclasses.replace(na, space=(96, 97)), na)
+    assert not run_module.asks_as_much(dataclasses.replace(na, space=(95, 97)), na)
+    assert not run_module.asks_as_much(dataclasses.replace(na, space=(96,)), na)
+    assert not run_module.asks_as_much(dataclasses.replace(na, is_causal=True), na)
+    assert not run_module.asks_as_much(workloads.WORKLOADS["na/3d-cosmos"], TINY["rope"])
+
+
+def test_total_ends_the_run(monkeypatch):
+    """A case under way gets what is left, and none starts after that."""
+    monkeypatch.setattr(run_module, "FIRST_CASE_SECONDS", 0.0)
+    answer_by(monkeypatch, ANSWERS.replace("LATE", "w['seq'] == 2"))
+    problems = [workloads.MultiToken(f"tiny/{seq}", seq=seq) for seq in range(1, 5)]
+    run = run_of(["--limit", "30", "--total", "3"], problems, name="torch")
+    rows = run.execute()
+    assert run.elapsed() < 10
+    assert [r["workload"] for r in rows] == ["tiny/1", "tiny/1", "tiny/2"]
+    assert rows[0]["note"] == "case" and "no result within the time limit" in rows[2]["note"]
+
+
+def test_the_slowest_provider_comes_last(monkeypatch):
+    monkeypatch.setattr(peers.Provider, "missing", lambda self: None)
+    names = ["torch_compile", "copy", "torch"]
+    options = cli.parser().parse_args(["--provider", *names])
+    run = run_module.Run(options, [SMALL["multi_token"], SMALL["rope"]])
+    assert [name for _, _, name in run.cases] == ["copy", "torch"] * 2 + ["copy"] * 2 + [
+        "torch_compile"
+    ] * 4
+
+
+def test_sparsemax_of_torch():
+    torch = pytest.importorskip("torch")
+    from bench.torch_peers import _sparsemax
+
+    z = np.random.default_rng(3).standard_normal((2, 5, 7))
+    z[:, :, 5:] = -np.inf
+    t = torch.tensor(z, requires_grad=True)
+    p = _sparsemax(t, -1)
+    np.testing.assert_allclose(
+        p.detach().numpy(), check._activation("sparsemax", z, np), atol=1e-15
+    )
+    dp = np.random.default_rng(4).standard_normal(z.shape)
+    (gradient,) = torch.autograd.grad(p, t, torch.tensor(dp))
+    support = p.detach().numpy() > 0
+    mean = np.where(support, dp, 0).sum(-1, keepdims=True) / support.sum(-1, keepdims=True)
+    np.testing.assert_allclose(gradient.numpy(), np.where(support, dp - mean, 0), atol=1e-14)
+
+
+def test_tables_are_not_shared():
+    """A provider that writes to its tables must not change those of the next."""
+    first = inputs.make(TINY["rope"], "forward", np)
+    kept = first["cos"].copy()
+    first["cos"][:] = 7
+    np.testing.assert_array_equal(inputs.make(TINY["rope"], "forward", np)["cos"], kept)
 
 
 def test_providers():
@@ -352,6 +483,28 @@ def test_plot(tmp_path):
     rows = [example_row(), example_row(provider="liger"), example_row(direction="backward")]
     (file,) = plot.draw(rows, tmp_path)
     assert file.name == "Some-GPU-rope.png" and file.stat().st_size > 1000
+
+
+def test_plot_shows_one_run_per_workload():
+    """The last with a peer in it, else the last."""
+    rows = [
+        example_row(run="1", provider="liger"), example_row(run="1"),
+        example_row(run="2", provider="torch"), example_row(run="2"),
+        example_row(run="3"), example_row(run="3", provider="naive"),
+        example_row(run="3", direction="backward"),
+    ]  # fmt: skip
+    newest = plot.latest(rows)
+    assert {key[1:]: r["run"] for key, r in newest.items()} == {
+        ("forward", "torch"): "2", ("forward", "cupyattn"): "2", ("backward", "cupyattn"): "3",
+    }  # fmt: skip
+
+
+def test_plot_command_draws_from_the_ledger_alone(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(ledger, "RESULTS", tmp_path)
+    ledger.append(tmp_path / "Some-GPU.jsonl", example_row())
+    assert cli.main(["plot"]) == 0
+    assert str(tmp_path / "Some-GPU-rope.png") in capsys.readouterr().out
 
 
 def test_command_line(capsys):

@@ -86,10 +86,10 @@ def attention(dtype, head_dim, value_dim=None, backward=False):
                                 lse=lse if backward else None)
 
 
-def convolution(dtype, activation, heads=4, seq=9, kernel=3):
+def convolution(dtype, activation, heads=4, seq=9, kernel=3, dilation=1):
     scores, weight = Layout((2, heads, seq, seq), dtype), (heads, heads, kernel, kernel)
     return multi_token.Problem(scores, Layout(weight, dtype), Layout((heads,), dtype), scores, 1,
-                               (1, 1), "same", activation)
+                               (dilation, dilation), "same", activation)
 
 
 def rotation(dtype, table, rotary_dim):
@@ -113,7 +113,8 @@ def problems(name):
         return [attention(d, dim, v, backward) for d in DTYPES
                 for dim, v in ((1, 1), (64, 64), (65, 8), (8, 129), (256, 256), (257, 3), (512, 1))]
     if name.startswith("multi_token"):
-        sizes = ((4, 9, 3), (4, 2048, 3), (32, 9, 3), (4, 9, 17))
+        sizes = ((4, 9, 3), (4, 1024, 3), (4, 4096, 3), (8, 9, 3), (8, 2048, 3), (16, 9, 3),
+                 (32, 9, 3), (4, 9, 5), (4, 9, 17), (4, 9, 3, 2), (4, 9, 199))
         return [convolution(d, a, *s) for d in DTYPES for a in ("softmax", "sparsemax")
                 for s in sizes]
     if name == "rope":

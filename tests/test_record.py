@@ -24,13 +24,17 @@ def test_belongs_to_these_sources(written):
     assert written["sources_sha256"] == record.sources_sha256()
 
 
-def test_further_runs(written):
-    """Runs on two GPUs or of the large problems passed too, on the same sources."""
-    runs = {name: run for name, run in written.items()
-            if isinstance(run, dict) and name != "sanitizer"}
-    for name, run in runs.items():
-        assert run["failed"] == 0 and run["passed"] > 0, name
-        assert run["sources_sha256"] == record.sources_sha256(), name
+@pytest.mark.parametrize("name", ["multigpu", "large"])
+def test_further_runs(written, name):
+    """Runs on two GPUs or of the large problems passed too; on which sources, the record says."""
+    run = record.further_runs(written).get(name)
+    if run is None:
+        pytest.skip(f"the record holds no {name} run")
+    assert run["failed"] == 0 and run["passed"] > 0
+    older = run["sources_sha256"] != record.sources_sha256()
+    assert run.get("older_sources", False) is older
+    if older:
+        pytest.skip(f"the {name} run of {run['date']} was on older sources, as the record says")
 
 
 def test_sanitizer_found_nothing(written):
@@ -99,13 +103,19 @@ def test_sources_hash_reads_kernels_and_package(tmp_path):
                                ("cupyattn", "c.py", "x = 1")):
         (tmp_path / folder).mkdir(parents=True, exist_ok=True)
         (tmp_path / folder / name).write_text(text)
-    before = record.sources_sha256(tmp_path)
+    hashes = [record.sources_sha256(tmp_path)]
     (tmp_path / "cupyattn" / "c.py").write_text('"""Text."""\nx = 1  # one\n')
-    assert record.sources_sha256(tmp_path) == before
+    (tmp_path / "kernels" / "README.md").write_text("how to read b.cu")
+    assert record.sources_sha256(tmp_path) == hashes[0]
     (tmp_path / "kernels" / "common" / "a.cuh").write_text("int a; ")
-    assert record.sources_sha256(tmp_path) != before
+    hashes.append(record.sources_sha256(tmp_path))
     (tmp_path / "kernels" / "common" / "a.cuh").rename(tmp_path / "kernels" / "a.cuh")
-    assert record.sources_sha256(tmp_path) != before
+    hashes.append(record.sources_sha256(tmp_path))
+    (tmp_path / "kernels" / "b.cu").write_text("c")
+    hashes.append(record.sources_sha256(tmp_path))
+    (tmp_path / "cupyattn" / "c.py").write_text("x = 2")
+    hashes.append(record.sources_sha256(tmp_path))
+    assert len(set(hashes)) == 5
 
 
 LOG = "===== 5 passed, 2 deselected in 3.0s =====\n========= ERROR SUMMARY: 0 errors\n"
@@ -129,9 +139,10 @@ def test_sanitizer_logs_that_show_nothing(old, new):
         record.findings(LOG.replace(old, new))
 
 
-def test_write_keeps_what_belongs_to_the_sources(tmp_path, monkeypatch):
-    """A further run is added by name; a new run drops what was made from other sources."""
+def test_write_says_what_belongs_to_which_sources(tmp_path, monkeypatch):
+    """A new run keeps further runs, marked when they are older, and drops older findings."""
     monkeypatch.setattr(record, "machine", lambda: {"gpu": "one"})
+    monkeypatch.setattr(record, "sources_sha256", lambda: "first")
     path = tmp_path / "record.json"
     counts = {"passed": 3, "failed": 0, "skipped": 1}
     record.write(path, counts)
@@ -139,12 +150,49 @@ def test_write_keeps_what_belongs_to_the_sources(tmp_path, monkeypatch):
     written = record.load(path)
     assert (written["passed"], written["multigpu"]["passed"]) == (3, 2)
     assert written["sanitizer"] == {} and written["gpu"] == "one"
+    assert list(record.further_runs(written)) == ["multigpu"]
     (tmp_path / "log").write_text(LOG)
     record.main(["--record", str(path), "--sanitizer", f"memcheck={tmp_path / 'log'}"])
     record.write(path, {**counts, "passed": 4})
     written = record.load(path)
     assert (written["passed"], written["multigpu"]["passed"]) == (4, 2)
     assert written["sanitizer"] == {"memcheck": 0}
-    monkeypatch.setattr(record, "sources_sha256", lambda: "other")
-    record.write(path, counts)
-    assert "multigpu" not in record.load(path) and not record.load(path)["sanitizer"]
+    assert "older_sources" not in written["multigpu"]
+
+    monkeypatch.setattr(record, "sources_sha256", lambda: "second")
+    record.write(path, {**counts, "passed": 5})
+    record.write(path, {**counts, "passed": 6}, "large")
+    written = record.load(path)
+    assert not written["sanitizer"] and "sanitizer_sources_sha256" not in written
+    assert written["multigpu"]["older_sources"] is True
+    assert written["multigpu"]["sources_sha256"] == "first"
+    assert written["large"]["sources_sha256"] == written["sources_sha256"] == "second"
+    assert "older_sources" not in written["large"]
+
+    monkeypatch.setattr(record, "sources_sha256", lambda: "first")
+    record.write(path, counts)  # the sources of the run on two GPUs are back
+    written = record.load(path)
+    assert "older_sources" not in written["multigpu"] and written["large"]["older_sources"] is True
+
+
+@pytest.mark.parametrize("run, outcome", [
+    ({"sources_sha256": "now"}, "passed"),
+    ({"sources_sha256": "then", "older_sources": True}, "skipped"),
+    ({"sources_sha256": "then"}, "failed"),
+    ({"sources_sha256": "now", "older_sources": True}, "failed"),
+    ({"sources_sha256": "then", "older_sources": True, "failed": 1}, "failed"),
+    ({"sources_sha256": "now", "passed": 0}, "failed"), (None, "skipped")])
+def test_the_check_is_honest(monkeypatch, run, outcome):
+    """It passes on the present sources only, and skips only what the record marks as older."""
+    monkeypatch.setattr(record, "sources_sha256", lambda: "now")
+    written = {} if run is None else {
+        "large": {"passed": 3, "failed": 0, "date": "2026-01-01", **run}}
+    try:
+        test_further_runs(written, "large")
+        seen = "passed"
+    except pytest.skip.Exception as skip:
+        seen = "skipped"
+        assert "large run" in str(skip)
+    except AssertionError:
+        seen = "failed"
+    assert seen == outcome

@@ -20,6 +20,10 @@ from problems import (
 )
 from tolerance import agree, eps, identical
 
+from cupyattn import _launch
+from cupyattn._program import Device, Layout
+from cupyattn.configs.rope import Problem, VectorRow, _shares
+
 
 def by_name(problem):
     return problem.name
@@ -179,24 +183,100 @@ def test_table_of_no_rows():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_table_dtype_and_kind(kind, dtype):
+    """Of the kind of `like`, with the bits of the host's table; float64 within 3 last places.
+
+    The device's float64 cosine and sine are documented to 2 units in the last place.
+    """
     like = kind.put(np.zeros(1, np.float32))
-    for table, host in zip(cupyattn.rope_table(9, 16, dtype=DTYPES[dtype], like=like),
-                           cupyattn.rope_table(9, 16, dtype=DTYPES[dtype])):
-        assert type(table) is type(like)
-        identical(kind.get(table), host)
-        assert host.dtype == DTYPES[dtype]
+    positions = np.concatenate((np.arange(40), [131_071, 1_000_000]))
+    for given in (dict(seq=42), dict(seq=None, positions=positions), dict(seq=0)):
+        for table, host in zip(cupyattn.rope_table(**given, rotary_dim=16, dtype=DTYPES[dtype],
+                                                   like=like),
+                               cupyattn.rope_table(**given, rotary_dim=16, dtype=DTYPES[dtype])):
+            assert type(table) is type(like)
+            assert host.dtype == DTYPES[dtype]
+            ours = kind.get(table)
+            if dtype == "f64":
+                assert ours.dtype == np.float64 and ours.shape == host.shape
+                assert (np.abs(ours - host) <= 3 * 2.0 ** -53).all()
+            else:
+                identical(ours, host)
 
 
 @pytest.mark.gpu
-def test_table_of_positions_on_the_device(cupy_kind):
-    positions = np.array([5, 2, 0])
-    ours = cupyattn.rope_table(None, 16, positions=cupy_kind.put(positions),
-                               like=cupy_kind.put(np.zeros(1)))
-    for table, host in zip(ours, cupyattn.rope_table(None, 16, positions=positions)):
-        identical(cupy_kind.get(table), host)
+@pytest.mark.parametrize("index", [np.int32, np.int64, np.uint8])
+def test_table_of_positions_on_the_device(cupy_kind, index):
+    positions = np.array([[5, 2], [0, 200]], index)
+    rules = (None, dict(rope_type="dynamic", factor=2.0, max_position_embeddings=64))
+    for scaling in rules:  # the second depends on the largest position
+        expected = cupyattn.rope_table(None, 16, positions=positions, scaling=scaling)
+        for given in (cupy_kind.put(positions), positions):
+            ours = cupyattn.rope_table(None, 16, positions=given, scaling=scaling,
+                                       like=cupy_kind.put(np.zeros(1)))
+            for table, host in zip(ours, expected):
+                identical(cupy_kind.get(table), host)
+    with pytest.raises(TypeError, match="positions has dtype float64"):
+        cupyattn.rope_table(None, 16, positions=cupy_kind.put(np.zeros(3)),
+                            like=cupy_kind.put(np.zeros(1)))
+
+
+@pytest.mark.gpu
+@pytest.mark.torch
+def test_table_of_torch_positions(torch_kind):
+    """On torch's stream, where the positions are made."""
+    torch = pytest.importorskip("torch")
+    with torch.cuda.stream(torch.cuda.Stream()):
+        positions = torch.arange(50_000, device="cuda").flip(0).reshape(5, -1)
+        tables = cupyattn.rope_table(None, 8, positions=positions, like=positions, dtype="bfloat16")
+        ours = [x.float().cpu().numpy() for x in tables]
+    host = cupyattn.rope_table(50_000, 8, dtype="bfloat16")
+    for table, x, exact in zip(tables, ours, host):
+        assert table.dtype is torch.bfloat16 and table.is_cuda
+        identical(x, exact.astype(np.float32)[::-1].reshape(5, -1, 4))
 
 
 # --- rows ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("slots, most", [(8, 1), (8, 2), (16, 3), (8, 5)])
+@pytest.mark.parametrize("heads", [(32, 8), (1, 1), (12, 3), (64, 8), (0, 7), (50, 0), (8, 64)])
+def test_every_head_has_a_thread(heads, slots, most):
+    """The groups of a launch cover all heads, and none of them only heads that are not there."""
+    slots = min(slots, max(heads))
+    groups, shares = _shares(heads, slots, most)
+    for n, share in zip(heads, shares):
+        assert n <= groups * slots * share and (share > 0) == (n > 0)
+    assert max(n - (groups - 1) * slots * share for n, share in zip(heads, shares)) > 0
+    assert sum(shares) <= most or max(shares) == 1
+
+
+@pytest.mark.parametrize("hidden, seq, lanes, slots, shares", [
+    (512, 2048, 1, 16, (2, 1)), (2048, 2048, 4, 16, (2, 1)), (4096, 1, 8, 16, (2, 1)),
+    (2048, 4096, 4, 8, (1, 1)), (8192, 1024, 16, 8, (1, 1)), (8192, 16384, 16, 8, (1, 1))])
+def test_block_shapes(hidden, seq, lanes, slots, shares):
+    """Three heads a thread while one wave holds all blocks, then two; 256 threads."""
+    device = Device(0, "NVIDIA H200", (9, 0), 132, 232448, 60 << 20)
+    q, k = (Layout((1, seq, n, hidden // 32), "bf16") for n in (32, 8))
+    table = Layout((1, seq, hidden // 32), "bf16")
+    problem = Problem(q, k, q, k, table, table, None, None, hidden // 32, False, False)
+    (step,) = VectorRow("bf16", "bf16").program(problem, device).steps
+    groups = step.kernel.config[2].removesuffix(";").rpartition(" ")[2]
+    assert step.kernel.config[2:4] == (
+        f"static constexpr int kLanes = {lanes}, kSlots = {slots}, kGroups = {groups};",
+        f"static constexpr int kQueries = {shares[0]}, kKeys = {shares[1]};")
+    assert step.kernel.threads == 256
+    assert int(groups) * slots * shares[0] == 32
+    assert step.grid == (-(-seq * lanes * slots // 256) * int(groups), 1, 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["f16", "bf16", "f32"])
+@pytest.mark.parametrize("problem", ROPE_FEW, ids=by_name)
+def test_blocks_of_large_problems(cupy_kind, problem, dtype, monkeypatch):
+    """The other shape of block, at sizes that a test can afford."""
+    monkeypatch.setattr(_launch, "_memo", {})
+    monkeypatch.setattr(VectorRow, "RESIDENT_THREADS", 0)
+    check(problem, cupy_kind, dtype)
 
 
 def candidates():
@@ -216,6 +296,9 @@ def test_every_row(cupy_kind, row):
 
 SMOKE = Rope("smoke", "ragged, positions per item", 5, head_dim=10, half=4, rotary_dim=8,
              ids="batch", offset=(1, 2), heads=(3, 1))
+# Aligned rows of whole vectors, and a rest: the vector rows, but for float64.
+SMOKE_VECTOR = Rope("smoke_vector", "heads and tokens that do not fill a block", 5, head_dim=24,
+                    half=8, rotary_dim=16, ids="batch", offset=(1, 2), heads=(11, 3), layout="bshd")
 
 
 @pytest.mark.gpu
@@ -227,9 +310,20 @@ def test_smoke(cupy_kind, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.smoke
-def test_smoke_positions_outside_the_table(cupy_kind):
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_smoke_vectors(cupy_kind, dtype):
+    forward, _ = SMOKE_VECTOR.calls(cupy_kind, dtype)
+    row = cupyattn.explain("rope", *forward.arrays, **forward.options).row
+    assert row.startswith("plain" if dtype == "f64" else "vector")
+    check(SMOKE_VECTOR, cupy_kind, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.smoke
+@pytest.mark.parametrize("head_dim", [8, 10])  # by vectors, by elements
+def test_smoke_positions_outside_the_table(cupy_kind, head_dim):
     """A wrong position reads nothing outside the table."""
-    x, table = mk(0, (1, 4, 1, 8)), mk(1, (6, 4))
+    x, table = mk(0, (1, 4, 1, head_dim)), mk(1, (6, head_dim // 2))
     q, cos, ids = lift(cupy_kind, (x, table, np.array([0, 6, -1, 2 ** 40])))
     y = cupyattn.rope(q, None, cos, cos, position_ids=ids, layout="bshd")[0]
     with pytest.raises(ValueError, match="position_ids"):

@@ -73,6 +73,17 @@ def test_a_struct_that_differs_stops_compilation(monkeypatch):
         _jit.compile_cubin(KERNEL, "sm_90")
 
 
+def test_every_kernel_waits_for_earlier_work_first():
+    """Launches may overlap (`_launch.Launch`): nothing of a kernel may stand before its wait."""
+    for table in _select.tables().values():
+        for kernel in (k for row in table for k in row.kernels()):
+            entry = _source.assemble(kernel).partition(f"{kernel.name}(const __grid_constant__")[2]
+            lines = entry.splitlines()
+            assert lines[1:3] == ["#if __CUDA_ARCH__ >= 900",
+                                  '  asm volatile("griddepcontrol.wait;" ::: "memory");']
+            assert lines[4:] == ["#endif", f"  {kernel.function}<Config>(p);", "}"]
+
+
 def test_the_text_is_the_same_in_every_process():
     code = ("import hashlib; from cupyattn import _select, _source; print(hashlib.sha256(''.join("
             "_source.assemble(k) for t in _select.tables().values() for r in t "

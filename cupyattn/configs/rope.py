@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from .._program import CTYPE, FLOATS, ITEMSIZE, Device, Kernel, Layout, Program, Row, Step, cdiv
@@ -41,6 +42,12 @@ class Problem:
         layout = self.q or self.k
         assert layout is not None
         return layout
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """Return how many heads q and k have; 0 where absent."""
+        q, k = (0 if x is None else x.shape[2] for x in (self.q, self.k))
+        return q, k
 
     @property
     def table_step(self) -> int:
@@ -126,14 +133,21 @@ _VECTOR = 16  # bytes of the widest access
 
 @dataclass(frozen=True)
 class VectorRow(Row):
-    """16-byte accesses, several heads in flight a thread, a table row kept in registers."""
+    """16-byte accesses, several heads in flight a thread, a table row kept in registers.
+
+    Two shapes of block: where all threads are resident at once the last load is to leave early,
+    so that few threads have three heads each; beyond that, small shares keep more loads in
+    flight. `kernels/README.md` has the sizes and times of both.
+    """
 
     dtype: str
     table_dtype: str
 
-    THREADS = 128  # about; a whole number of tokens
-    SLOTS = 8  # heads that a block works on at a time, or all there are
-    UNROLL = 5  # heads a thread, where there are threads enough
+    THREADS = 256  # at most; a whole number of tokens
+    # Heads of one array that a block works on at a time, and heads a thread, q and k together.
+    RESIDENT = (16, 3)  # in one wave of blocks
+    STREAMED = (8, 2)
+    RESIDENT_THREADS = 1024  # of a multiprocessor, at 64 registers
 
     @property
     def name(self) -> str:
@@ -152,59 +166,86 @@ class VectorRow(Row):
             return f"dtype {problem.cos.dtype} of the tables is not {self.table_dtype}"
         if problem.rotary_dim == 0 or problem.rotary_dim % (2 * size):
             return f"rotary_dim {problem.rotary_dim} is not a multiple of {2 * size}"
-        if problem.rotary_dim // (2 * size) * self.SLOTS > 1024:
-            return f"rotary_dim {problem.rotary_dim} exceeds {2 * size * 1024 // self.SLOTS}"
+        if problem.rotary_dim > 2 * size * self.THREADS:
+            return f"rotary_dim {problem.rotary_dim} exceeds {2 * size * self.THREADS}"
         if (some.shape[3] - problem.rotary_dim) % size:
             return f"head_dim {some.shape[3]} less rotary_dim is not a multiple of {size}"
         if some.shape[0] > 65535:
             return f"batch {some.shape[0]} exceeds 65535"
+        if some.shape[1] * max(problem.heads) > _MAX_GRID:  # so may the grid
+            return f"seq {some.shape[1]} times {max(problem.heads)} heads exceeds {_MAX_GRID}"
         for name in ("q", "k", "q_out", "k_out"):
             layout = getattr(problem, name)
             if layout is not None and not _rows_aligned(layout):
                 return f"{name} has rows that do not start at multiples of {_VECTOR} bytes"
         return None
 
-    def _kernel(self, lanes: int, slots: int, unroll: int, interleaved: bool,
-                table_vectors: bool) -> Kernel:
-        tokens = max(1, self.THREADS // (slots * lanes))
-        form = "interleaved" if interleaved else "half_split"
-        width = "vectors" if table_vectors else "elements"
+    def _kernel(self, *, lanes: int, slots: int, groups: int, shares: tuple[int, int],
+                interleaved: bool, table_vectors: bool, rest: bool, positions: bool) -> Kernel:
+        flags = (("interleaved", interleaved), ("table_vectors", table_vectors), ("rest", rest),
+                 ("positions", positions))
+        queries, keys = shares
         return Kernel(
-            name=f"rope__{self.name}__{form}_l{lanes}_s{slots}_u{unroll}_{width}",
+            name="_".join([f"rope__{self.name}__l{lanes}_s{slots}_g{groups}_q{queries}_k{keys}",
+                           *(name for name, given in flags if given)]),
             source="rope_vector.cu", function="rope_vector", params="RopeParams",
             config=(f"using T = {CTYPE[self.dtype]};", f"using Table = {CTYPE[self.table_dtype]};",
-                    f"static constexpr int kLanes = {lanes};",
-                    f"static constexpr int kSlots = {slots};",
-                    f"static constexpr int kUnroll = {unroll};",
-                    f"static constexpr bool kInterleaved = {str(interleaved).lower()};",
-                    f"static constexpr bool kTableVectors = {str(table_vectors).lower()};"),
-            threads=tokens * slots * lanes)
+                    f"static constexpr int kLanes = {lanes}, kSlots = {slots}, kGroups = {groups};",
+                    f"static constexpr int kQueries = {queries}, kKeys = {keys};",
+                    *(f"static constexpr bool k{name.title().replace('_', '')} = "
+                      f"{str(given).lower()};" for name, given in flags)),
+            threads=self.THREADS // (slots * lanes) * slots * lanes)
 
     def kernels(self) -> tuple[Kernel, ...]:
         vectors = self._fits_vectors
-        return (self._kernel(1, 8, 1, False, False), self._kernel(8, 8, 5, False, vectors),
-                self._kernel(16, 8, 5, True, vectors))
+        return (self._kernel(lanes=1, slots=16, groups=1, shares=(2, 1), interleaved=False,
+                             table_vectors=False, rest=True, positions=False),
+                self._kernel(lanes=4, slots=16, groups=1, shares=(2, 1), interleaved=False,
+                             table_vectors=vectors, rest=False, positions=False),
+                self._kernel(lanes=16, slots=8, groups=4, shares=(1, 1), interleaved=False,
+                             table_vectors=vectors, rest=False, positions=False),
+                self._kernel(lanes=16, slots=16, groups=2, shares=(0, 3), interleaved=True,
+                             table_vectors=vectors, rest=True, positions=True))
 
     @property
     def _fits_vectors(self) -> bool:
         """Whether a thread's share of a table row is a whole number of accesses."""
         return self.size * ITEMSIZE[self.table_dtype] >= _VECTOR
 
+    def _split(self, heads: tuple[int, int], lanes: int, shape: tuple[int, int]
+               ) -> tuple[int, int, tuple[int, int]]:
+        """Return slots, groups of heads, and heads of q and k a thread, for a shape of block."""
+        slots, most = shape
+        slots = min(slots, max(heads), self.THREADS // lanes)
+        return slots, *_shares(heads, slots, most)
+
     def program(self, problem: Problem, device: Device) -> Program:
-        batch, seq = problem.some.shape[:2]
+        batch, seq, _, head_dim = problem.some.shape
         lanes = problem.rotary_dim // (2 * self.size)
-        heads = sum(x.shape[2] for x in (problem.q, problem.k) if x is not None)
-        slots = max(1, min(self.SLOTS, heads))
-        # One head a thread, until there are some threads for every multiprocessor.
-        enough = device.multiprocessors * 1024
-        unroll = min(self.UNROLL, cdiv(heads, slots),
-                     max(1, batch * seq * heads * lanes // enough))
+        slots, groups, shares = self._split(problem.heads, lanes, self.RESIDENT)
+        if batch * seq * groups * slots * lanes > device.multiprocessors * self.RESIDENT_THREADS:
+            slots, groups, shares = self._split(problem.heads, lanes, self.STREAMED)
         table_vectors = self._fits_vectors and problem.table_step == 1 and all(
             x.unit_last and _rows_aligned(x) for x in (problem.cos, problem.sin))
-        kernel = self._kernel(lanes, slots, unroll, problem.interleaved, table_vectors)
-        grid = (cdiv(seq, kernel.threads // (slots * lanes)), batch, cdiv(heads, slots * unroll))
+        kernel = self._kernel(
+            lanes=lanes, slots=slots, groups=groups, shares=shares,
+            interleaved=problem.interleaved, table_vectors=table_vectors,
+            rest=problem.rotary_dim < head_dim, positions="fault" in buffers(problem))
+        grid = (cdiv(seq, kernel.threads // (slots * lanes)) * groups, batch, 1)
         return Program((Step(kernel, grid, values(problem), buffers(problem),
                              {"offset": "offset"}),))
+
+
+def _shares(heads: tuple[int, int], slots: int, most: int) -> tuple[int, tuple[int, int]]:
+    """Return the fewest groups of heads, and how many heads of q and k a thread then has.
+
+    `most` in all, or one of each array.
+    """
+    for groups in itertools.count(1):
+        queries, keys = (cdiv(n, slots * groups) for n in heads)
+        if queries + keys <= most or max(queries, keys) == 1:
+            break
+    return groups, (queries, keys)
 
 
 def _rows_aligned(layout: Layout) -> bool:

@@ -1,0 +1,523 @@
+// multi_token_ring_fwd.cu: multi-token attention, forward, 16-bit: a block walks down its rows.
+//
+//   P[c, i, :] = softmax or sparsemax of scores[c, i, 0..i];  P = 0 for j > i, outside the matrix
+//   y[o, i, j] = sum_{c, u, v} weight[o, c, u, v] * P[c, i + u - r0, j + v - c0] + bias[o]
+//                for j <= i, else 0;  c runs over the heads of o's group
+//
+// Shapes    scores (batch, heads_in, seq, seq), unit stride on the last axis;  weight, bias: any
+//           strides;  y (batch, heads_out, seq, seq), contiguous
+// Grid      p.chunks parts of the rows of every (item, group), of equal cost, one wave of blocks
+// Ring      P of the rows that taps reach: kKh - 1 older rows and those of this step
+//
+//             keys j ->                        a step adds rows_per_step rows of P at the bottom and
+//           +---------------------+            writes as many rows of y, kKh - 1 - r0 rows above
+//           | P of step s - 1     |
+//           | P of step s         | <- 256 columns of a quad of heads per warp, 8 x 4 per lane
+//           +---------------------+
+//
+// Pipeline  a step: 1. scores, which are in registers since the last step: largest number and
+//                      exponentials of a warp's 256 columns, their sum; to shared memory
+//                   2. barrier; the row's statistics from its warps'; P = e * scale to the ring
+//                   3. ask for the scores of the next step (registers)
+//                   4. barrier; matrix products of the rows that are complete; y and its zeros
+//           So scores are read once (and kKh - 1 rows a block again), y is written once, and the
+//           wait for memory hides under the products.
+// Product   see common/multi_token_cells.cuh
+// Accuracy  statistics and sums in float32, P rounded to T. The bits of a row depend neither on the
+//           block it lands in nor on alignment
+// Limits    dilation 1; kernel and heads of a group are compile-time values; a ring row must fit a
+//           pass of the block's warps, and kKh of them in shared memory
+// Config    as common/multi_token_cells.cuh; kSparsemax (then shift and factor come from
+//           multi_token_statistics); kSlope, kFlat: cost of a row, see part_start; kAhead: whether
+//           a step's scores are asked for before the products of the step before, which hides the
+//           wait and costs 16 registers, or after them
+// Sources   Golovneva et al., "Multi-Token Attention", 2025
+#include "common/multi_token_cells.cuh"
+
+constexpr int kPassColumns = 256;  // columns that a warp loads at once: two chunks, 4 + 4 a lane
+
+// Sizes that follow from Config.
+template <class Config>
+struct Ring : Cells<Config> {
+  using C = Cells<Config>;
+  static constexpr int kWarps = Config::kThreads / kWarp;
+
+  // Shared memory, bytes: weights, bias, statistics of warps, NaN rows, ring.
+  static constexpr int kStatistics = C::kTableBytes + C::kBiasBytes;
+  static constexpr int kPoison = kStatistics + kWarps * 4 * 8;
+  static constexpr int kRing = kPoison + (kWarps + Config::kKh) * C::kQuads * 4 / 16 * 16 + 16;
+};
+
+// First row of part number `part` of `parts`: parts have about equal cost, where row r costs
+// flat + 2 * slope * r / seq.
+__device__ inline int part_start(int part, int parts, int seq, float slope, float flat) {
+  if (part >= parts) {
+    return seq;
+  }
+  const float share = float(part) / float(parts);
+  const float z = slope == 0 ? share
+      : (sqrtf(flat * flat + 4 * slope * (slope + flat) * share) - flat) / (2 * slope);
+  return min(seq, int(z * float(seq) + 0.5f));
+}
+
+// How a block divides its work. Uniform in the block.
+struct RingShape {
+  int warps_per_line;  // a line: one row of one quad
+  int rows_per_step;
+  int slots;           // ring rows
+  int plane;           // bytes of a quad in a ring row
+  int slot;            // bytes of a ring row
+
+  // `width`: columns that any row of the block has. As _ring_bytes in configs/multi_token.py.
+  __device__ void set(int width, int quads, int warps, int kernel_rows, int chunk_bytes) {
+    warps_per_line = max(1, (width + kPassColumns - 1) / kPassColumns);
+    rows_per_step = max(1, warps / (warps_per_line * quads));
+    slots = rows_per_step + kernel_rows - 1;
+    plane = 2 * warps_per_line * chunk_bytes + (quads > 1 ? 32 : 0);
+    slot = plane * quads;
+  }
+};
+
+// What a block works on. Uniform in the block, and kept in shared memory to save registers.
+template <class Config>
+struct RingPlace {
+  using T = typename Config::T;
+  using R = Ring<Config>;
+  const T* scores;        // (item, first head in of the group, 0, 0)
+  T* y;                   // (item, first head out of the group, 0, 0)
+  int64 item;
+  int head_in, head_out;  // first ones of the group
+  int begin, end;         // rows of y
+  int origin;             // row of P number 0
+  int count;              // rows of P
+  bool aligned;           // y can be written in packs
+  RingShape shape;
+
+  __device__ void set(const MultiTokenParams& p) {
+    const int pairs = int(gridDim.x) / p.chunks;
+    const int part = p.chunks - 1 - int(blockIdx.x) / pairs;
+    const int group = int(blockIdx.x) % pairs % p.groups;
+    item = int(blockIdx.x) % pairs / p.groups;
+    head_in = group * Config::kChannels;
+    head_out = group * Config::kOutputs;
+    begin = part_start(part, p.chunks, p.seq, Config::kSlope, Config::kFlat);
+    end = part_start(part + 1, p.chunks, p.seq, Config::kSlope, Config::kFlat);
+    origin = begin - p.row_origin;
+    count = end - begin + Config::kKh - 1;
+    scores = row_start<T>(p.scores, p.scores_stride, item, head_in, 0);
+    y = static_cast<T*>(p.y) + (item * p.heads_out + head_out) * p.seq * p.seq;
+    aligned = reinterpret_cast<unsigned long long>(p.y) % (sizeof(T) * Config::kVector) == 0;
+    const int width = min(p.seq, origin + count);  // columns of the last row of P
+    shape.set(width, R::kQuads, R::kWarps, Config::kKh, R::kChunkBytes);
+  }
+};
+
+// What a warp loads: `part` of a line of the block, which is one quad of one row of a step.
+struct WarpTask {
+  int part, quad;
+  int row;  // of the step; too large where there is nothing to do
+
+  __device__ WarpTask(const RingShape& shape, int quads) {
+    const int warp = threadIdx.x / kWarp, line = warp / shape.warps_per_line;
+    part = warp % shape.warps_per_line;
+    quad = line % quads;
+    row = line / quads < shape.rows_per_step ? line / quads : 1 << 30;
+  }
+};
+
+// What a lane loads in a step: twice 4 columns, 64 apart, of the 4 heads of a quad in one row.
+template <class Config>
+struct LaneTask {
+  using T = typename Config::T;
+  int part, quad;
+  bool exists;
+  int row;      // of the matrix; -1 outside
+  int column;   // the first
+  int allowed;  // of the columns from it on, how many are at or before the diagonal; may be <= 0
+
+  __device__ LaneTask(const MultiTokenParams& p, const RingPlace<Config>& place,
+                      const WarpTask& warp, int first)
+      : part(warp.part), quad(warp.quad) {
+    const int lane = threadIdx.x % kWarp;
+    exists = warp.row < place.count - first;
+    row = exists ? place.origin + first + warp.row : -1;
+    row = row < p.seq ? max(row, -1) : -1;
+    column = part * kPassColumns + lane / 16 * kChunk + lane % 16 * 4;
+    allowed = row - column + 1;
+  }
+
+  // Whether any lane of the warp has a column at or before the diagonal.
+  __device__ bool warp_has_any() const { return row >= part * kPassColumns; }
+
+  // x[head][half]
+  __device__ void load(const MultiTokenParams& p, const RingPlace<Config>& place,
+                       Pack<T, 4> (&x)[4][2]) const {
+    constexpr int kLoad = Ring<Config>::kLoad;
+    const T* from = place.scores + quad * 4 * p.scores_stride[1] + row * p.scores_stride[2] +
+                    column;
+#pragma unroll
+    for (int h = 0; h < 4; ++h) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        x[h][half].fill(negative_infinity<float>());
+        if (Config::kChannels % 4 == 0 || quad * 4 + h < Config::kChannels) {
+#pragma unroll
+          for (int k = 0; k < 4; k += kLoad) {
+            if (k + half * kHalf < allowed) {
+              Pack<T, kLoad> v;
+              v.load(from + h * p.scores_stride[1] + half * kHalf + k);
+              x[h][half].put(k, v);
+            }
+          }
+        }
+      }
+    }
+  }
+};
+
+// ------------------------------------------------------------------------------------ statistics
+
+// Largest of the warp's numbers in each of four heads.
+template <class T>
+__device__ inline void warp_largest(const Pack<T, 4> (&x)[4][2], float (&largest)[4]) {
+  unsigned two[2];
+#pragma unroll
+  for (int h = 0; h < 4; h += 2) {
+    unsigned of_head[2];
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const unsigned(&a)[2] = x[h + k][0].word, (&b)[2] = x[h + k][1].word;
+      of_head[k] = max_pair<T>(max_pair<T>(a[0], a[1]), max_pair<T>(b[0], b[1]));
+    }
+    two[h / 2] = max_pair<T>(low_halves(of_head[0], of_head[1]),
+                             high_halves(of_head[0], of_head[1]));
+  }
+#pragma unroll
+  for (int distance = kWarp / 2; distance > 0; distance /= 2) {
+    two[0] = max_pair<T>(two[0], __shfl_xor_sync(0xffffffffu, two[0], distance));
+    two[1] = max_pair<T>(two[1], __shfl_xor_sync(0xffffffffu, two[1], distance));
+  }
+  unpack<T>(two[0], largest[0], largest[1]);
+  unpack<T>(two[1], largest[2], largest[3]);
+}
+
+// Sum over the warp of four numbers; lane l gets that of head l / 8.
+__device__ inline float warp_sums(const float (&x)[4]) {
+  const int lane = threadIdx.x % kWarp;
+  const bool upper = lane & 16, odd = lane & 8;
+  float a = upper ? x[2] : x[0], b = upper ? x[3] : x[1];
+  a += __shfl_xor_sync(0xffffffffu, upper ? x[0] : x[2], 16);
+  b += __shfl_xor_sync(0xffffffffu, upper ? x[1] : x[3], 16);
+  float y = odd ? b : a;
+  y += __shfl_xor_sync(0xffffffffu, odd ? a : b, 8);
+  y += __shfl_xor_sync(0xffffffffu, y, 4);
+  y += __shfl_xor_sync(0xffffffffu, y, 2);
+  return y + __shfl_xor_sync(0xffffffffu, y, 1);
+}
+
+// The factors that turn a warp's exponentials into weights of the whole row, from the (largest, sum)
+// of every warp of the line: float2 [warp of the line][head]. NaN where the row is NaN.
+__device__ inline void line_factors(const float2* of_line, int warps, int part,
+                                    float (&factor)[4]) {
+  constexpr int kEach = 4;  // of a lane: 32 warps at most
+  const int lane = threadIdx.x % kWarp, head = lane % 4;
+  float largest = negative_infinity<float>(), sum = 0;
+  if (warps > kWarp / 4) {
+    float2 s[kEach];
+#pragma unroll
+    for (int k = 0; k < kEach; ++k) {
+      const int w = lane / 4 + k * (kWarp / 4);
+      s[k] = w < warps ? of_line[w * 4 + head] : float2{negative_infinity<float>(), 0};
+      largest = fmaxf(largest, s[k].x);
+    }
+#pragma unroll
+    for (int k = 0; k < kEach; ++k) {
+      sum += s[k].y * exp2f((s[k].x - RunningSoftmax::anchor(largest)) * kLog2e);
+    }
+  } else if (lane / 4 < warps) {
+    const float2 s = of_line[lane];
+    largest = s.x;
+    sum = s.y;
+  }
+  const float before = largest;
+#pragma unroll
+  for (int distance = 4; distance < kWarp; distance *= 2) {
+    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, distance));
+  }
+  // -inf - -inf: a row without a finite number is NaN.
+  sum *= exp2f((before - RunningSoftmax::anchor(largest)) * kLog2e);
+#pragma unroll
+  for (int distance = 4; distance < kWarp; distance *= 2) {
+    sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+  }
+  const float mine = exp2f((of_line[part * 4 + head].x - largest) * kLog2e) / sum;
+#pragma unroll
+  for (int h = 0; h < 4; ++h) {
+    factor[h] = __shfl_sync(0xffffffffu, mine, h);
+  }
+}
+
+// ------------------------------------------------------------------------------------------ ring
+
+// P of the lane's columns to the ring: `chunk` is its chunk there. Returns whether one of the four
+// rows is NaN: its cells become 0, and `noted` says so.
+template <class Config>
+__device__ inline bool write_cells(const LaneTask<Config>& task, bool last_chunk, float (&e)[4][8],
+                                   const float (&factor)[4], char* chunk, unsigned* noted) {
+  using R = Ring<Config>;
+  using T = typename Config::T;
+  unsigned bad = 0;
+#pragma unroll
+  for (int h = 0; h < 4; ++h) {
+    bad |= factor[h] != factor[h] ? 1u << h : 0u;
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+      e[h][k] *= factor[h];
+    }
+  }
+  if (bad) {
+#pragma unroll
+    for (int h = 0; h < 4; ++h) {
+#pragma unroll
+      for (int k = 0; k < 8; ++k) {
+        e[h][k] = bad >> h & 1 ? 0.0f : e[h][k];
+      }
+    }
+  }
+  const int j = int(threadIdx.x) % 16 * 4;
+  uint4 cell[4];
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    cell[k] = uint4{pack<T>(e[0][k], e[1][k]), pack<T>(e[0][k + 4], e[1][k + 4]),
+                    pack<T>(e[2][k], e[3][k]), pack<T>(e[2][k + 4], e[3][k + 4])};
+  }
+  store_cells<R::kLeft, R::kRight>(chunk, j, cell);
+  // The chunks on both sides see the first and the last columns too.
+  if (R::kRight > 0 && j < R::kRight && task.column >= kChunk) {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      if (j + k < R::kRight) {
+        store_half_cell(chunk - R::kChunkBytes, R::kLeft + kHalf + j + k, 1, cell[k].x, cell[k].z);
+      }
+    }
+  }
+  if (R::kLeft > 0 && j >= kHalf - round_up(R::kLeft, 4) && !last_chunk) {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      if (j + k >= kHalf - R::kLeft) {
+        store_half_cell(chunk + R::kChunkBytes, R::kLeft + j + k - kHalf, 0, cell[k].y, cell[k].w);
+      }
+    }
+  }
+  if (task.part == 0 && threadIdx.x % kWarp == 0) {
+    *noted = bad;
+  }
+  return bad != 0;
+}
+
+// Which rows of taps from ring row `slot` on are NaN, the last one in bit 0.
+template <class Config>
+__device__ inline unsigned nan_rows(const RingShape& shape, const unsigned* poison, int slot) {
+  unsigned rows = 0;
+  for (int u = 0; u < Config::kKh; ++u) {
+    unsigned any = 0;
+    for (int quad = 0; quad < Cells<Config>::kQuads; ++quad) {
+      any |= poison[slot * Cells<Config>::kQuads + quad];
+    }
+    rows = rows << 1 | (any != 0 ? 1u : 0u);
+    slot = slot + 1 == shape.slots ? 0 : slot + 1;
+  }
+  return rows;
+}
+
+// Zeros of a chunk right of the diagonal.
+template <class Config>
+__device__ inline void store_zeros(const MultiTokenParams& p, const RingPlace<Config>& place,
+                                   int query, int first_key) {
+  using T = typename Config::T;
+  const int lane = threadIdx.x % kWarp, key = first_key + lane % 16 * 8;
+  Pack<T, 8> zero;
+  zero.fill(0);
+  T* y = place.y + int64(query) * p.seq + key;
+#pragma unroll
+  for (int output = lane / 16; output < Config::kOutputs; output += 2) {
+    store_pack<Config>(y + int64(output) * p.seq * p.seq, p, place.aligned, key, zero);
+  }
+}
+
+// ----------------------------------------------------------------------------------------- kernel
+
+template <class Config>
+__device__ void multi_token_ring(const MultiTokenParams& p) {
+  using R = Ring<Config>;
+  using T = typename Config::T;
+  extern __shared__ uint4 ring_shared[];
+  char* shared = reinterpret_cast<char*>(ring_shared);
+  float2* statistics = reinterpret_cast<float2*>(shared + R::kStatistics);
+  unsigned* poison = reinterpret_cast<unsigned*>(shared + R::kPoison);
+  char* ring = shared + R::kRing;
+  float* bias = reinterpret_cast<float*>(shared + R::kTableBytes);
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+
+  __shared__ RingPlace<Config> kept;
+  const RingPlace<Config>& place = kept;
+  Pack<T, 4> x[4][2];
+  {
+    RingPlace<Config> now;
+    now.set(p);
+    if (threadIdx.x == 0) {
+      kept = now;
+    }
+    LaneTask<Config>(p, now, WarpTask(now.shape, R::kQuads), 0).load(p, now, x);
+  }
+  __syncthreads();  // place readable
+  if (place.begin >= place.end) {
+    return;
+  }
+  const RingShape& shape = place.shape;
+  uint2* weights = reinterpret_cast<uint2*>(shared);
+  write_weights<Config>(p, place.head_out, weights, bias);
+
+  // Cells of columns outside the rows' chunks are zero for good.
+  constexpr int kHalo = R::kLeft + R::kRight;
+  if constexpr (kHalo > 0) {
+    for (int n = threadIdx.x; n < shape.slots * R::kQuads * kHalo; n += Config::kThreads) {
+      const int s = n % kHalo;
+      char* plane = ring + n / kHalo * shape.plane;
+      unsigned* cell = reinterpret_cast<unsigned*>(
+          s < R::kLeft ? plane + cell_offset(s)
+          : plane + (2 * shape.warps_per_line - 1) * R::kChunkBytes + cell_offset(kHalf + s) + 4);
+      cell[0] = cell[2] = 0;
+    }
+  }
+
+  const WarpTask of_warp(shape, R::kQuads);
+  int poisoned = -1;  // the last row of P, by number, that may be NaN
+  int slot = 0;       // of row `first`
+#pragma unroll 1
+  for (int first = 0; first < place.count; first += shape.rows_per_step) {
+    const LaneTask<Config> task(p, place, of_warp, first);
+    const bool any = task.warp_has_any();
+    float e[4][8], factor[4];
+    if (any) {
+      if (task.allowed < kHalf + 4) {
+#pragma unroll
+        for (int h = 0; h < 4; ++h) {
+          mask_pack<T>(x[h][0], task.allowed);
+          mask_pack<T>(x[h][1], task.allowed - kHalf);
+        }
+      }
+      if constexpr (Config::kSparsemax) {
+#pragma unroll
+        for (int h = 0; h < 4; ++h) {
+          const int head = min(task.quad * 4 + h, Config::kChannels - 1);
+          const int64 n = (place.item * p.heads_in + place.head_in + head) * p.seq + task.row;
+          const float shift = static_cast<const float*>(p.shift)[n];
+          const float weight = static_cast<const float*>(p.factor)[n];
+          factor[h] = 1 + 0 * weight;  // NaN where the row is
+#pragma unroll
+          for (int k = 0; k < 8; ++k) {
+            const float score = x[h][k / 4][k % 4];
+            e[h][k] = score < shift ? 0.0f : score - shift + weight;
+          }
+        }
+      } else {
+        float largest[4], total[4];
+        warp_largest<T>(x, largest);
+#pragma unroll
+        for (int h = 0; h < 4; ++h) {
+          const float anchor = RunningSoftmax::anchor(largest[h]);
+          total[h] = 0;
+#pragma unroll
+          for (int k = 0; k < 8; ++k) {
+            e[h][k] = exp2f((x[h][k / 4][k % 4] - anchor) * kLog2e);
+            total[h] += e[h][k];
+          }
+        }
+        const float sum = warp_sums(total);
+        if (lane % 8 == 0) {
+          const float of_head = lane == 0 ? largest[0] : lane == 8 ? largest[1]
+                                : lane == 16 ? largest[2] : largest[3];
+          statistics[warp * 4 + lane / 8] = float2{of_head, sum};
+        }
+      }
+    } else {
+#pragma unroll
+      for (int h = 0; h < 4; ++h) {
+        factor[h] = 0;
+#pragma unroll
+        for (int k = 0; k < 8; ++k) {
+          e[h][k] = 0;
+        }
+      }
+      if (lane < 4) {
+        statistics[warp * 4 + lane] = float2{negative_infinity<float>(), 0};
+      }
+    }
+    __syncthreads();  // statistics readable; the rows that this step overwrites were used
+
+    bool found = false;
+    if (task.exists) {
+      int mine = slot + of_warp.row;
+      mine -= mine >= shape.slots ? shape.slots : 0;
+      const int chunk = 2 * task.part + lane / 16;
+      if (!Config::kSparsemax && any) {
+        line_factors(statistics + (warp - task.part) * 4, shape.warps_per_line, task.part, factor);
+      }
+      if constexpr (Config::kChannels % 4 != 0) {
+#pragma unroll
+        for (int h = 1; h < 4; ++h) {
+          factor[h] = task.quad * 4 + h < Config::kChannels ? factor[h] : 0.0f;
+        }
+      }
+      found = write_cells<Config>(
+          task, chunk == 2 * shape.warps_per_line - 1, e, factor,
+          ring + mine * shape.slot + task.quad * shape.plane + chunk * R::kChunkBytes,
+          poison + mine * R::kQuads + task.quad);
+    }
+    if constexpr (Config::kAhead) {
+      LaneTask<Config>(p, place, of_warp, first + shape.rows_per_step).load(p, place, x);
+    }
+
+    // Rows of y whose last row of P is in this step, by number, and where their first one is.
+    const int from = max(0, first - (Config::kKh - 1));
+    const int to = min(place.count, first + shape.rows_per_step) - (Config::kKh - 1);
+    const int chunks = (p.seq + kChunk - 1) / kChunk;
+    if (__syncthreads_or(found)) {  // the rows of this step are in the ring
+      poisoned = first + shape.rows_per_step - 1;
+    }
+    int top = slot - (first - from);
+    top += top < 0 ? shape.slots : 0;
+    slot += shape.rows_per_step;
+    slot -= slot >= shape.slots ? shape.slots : 0;
+
+    // Chunks of all these rows, one after the other, are dealt to the warps.
+    int row = from, chunk = warp;
+#pragma unroll 1
+    while (true) {
+#pragma unroll 1
+      while (chunk >= chunks && row < to) {
+        chunk -= chunks;
+        ++row;
+        top = top + 1 == shape.slots ? 0 : top + 1;
+      }
+      if (row >= to) {
+        break;
+      }
+      const int query = place.begin + row, key = chunk * kChunk;
+      if (key > query) {
+        store_zeros<Config>(p, place, query, key);
+      } else {
+        const Window window{ring + chunk * R::kChunkBytes, shape.slots, shape.slot, shape.plane};
+        convolve<Config>(p, place.y, weights, bias, place.aligned, window, top, query, key);
+        if (from <= poisoned) {
+          poison_chunk<Config>(p, place.y, nan_rows<Config>(shape, poison, top), query, key);
+        }
+      }
+      chunk += R::kWarps;
+    }
+    if constexpr (!Config::kAhead) {
+      LaneTask<Config>(p, place, of_warp, first + shape.rows_per_step).load(p, place, x);
+    }
+  }
+}
