@@ -246,6 +246,9 @@ __device__ inline bool write_row(const HalfTask<Config>& task, LaneScores<Config
   bool bad = false;
 #pragma unroll
   for (int h = 0; h < 4; ++h) {
+    if (task.row < 0) {  // outside the matrix: of_row is another row's
+      s[h] = {0, 0};
+    }
     bad = bad || s[h].y != s[h].y;
   }
   if (bad) {

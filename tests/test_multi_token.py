@@ -3,7 +3,8 @@
 import numpy as np
 import oracle
 import pytest
-from kinds import DTYPES, LAYOUTS, mk, mta, mta_bwd, place
+from cupyattn import _select
+from kinds import DTYPES, KINDS, LAYOUTS, mk, mta, mta_bwd, place
 from problems import (
     MULTI_TOKEN,
     MULTI_TOKEN_FEW,
@@ -115,14 +116,17 @@ def test_capture(cupy_kind, problem, dtype):
 
 # For rows that take many heads, or long rows.
 HEADS = MultiToken("heads", "more heads than one product holds", 21, channels=12, outs=20)
-STRIPS = MultiToken("strips", "strips of many tiles", 2048, batch=1, channels=1, outs=2)
+EIGHT = MultiToken("eight", "two quads of heads, the last ragged", 45, channels=7, outs=8)
+SIXTEEN = MultiToken("sixteen", "four quads of heads", 150, channels=16, outs=12, batch=1)
+LONG = MultiToken("long", "rows of several warps, several steps", 600, batch=1, channels=3, outs=2)
 
 
 def candidates():
     for dtype in DTYPES:
-        yield HEADS, dtype
+        for problem in (HEADS, SIXTEEN, EIGHT):
+            yield problem, dtype
         if dtype in ("f16", "bf16"):
-            yield STRIPS, dtype
+            yield LONG, dtype
         for problem in MULTI_TOKEN_FEW:
             yield problem, dtype
         yield next(p for p in MULTI_TOKEN if p.name == "sparsemax_peaked"), dtype
@@ -140,6 +144,28 @@ def test_every_backward_row(cupy_kind, row):
     check_row(cupy_kind, "multi_token_bwd", row, candidates())
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("row", row_names("multi_token_fwd"))
+def test_nan_rows_reach_what_their_taps_reach(cupy_kind, row):
+    """Rows that begin or end a task of a row's are NaN in turn; 74 is no multiple of any."""
+    dtype, activation = row.split("_")[1], "sparsemax" if "sparsemax" in row else "softmax"
+    ran = 0
+    for heads in (4, 6, 12):
+        clean, weight = mk(0, (1, heads, 74, 74), dtype), mk(1, (heads, heads, 3, 3), dtype)
+        for query in (0, 15, 16, 63, 64, 73):
+            scores = clean.copy()
+            scores[0, 1, query, query // 2] = np.nan
+            with _select.force(row):
+                try:
+                    y = mta(cupy_kind, scores, weight, activation=activation)
+                except NotImplementedError:
+                    continue
+            expected = mta(KINDS["numpy"], scores, weight, activation=activation)
+            assert (np.isnan(y.astype(float)) == np.isnan(expected.astype(float))).all(), query
+            ran += 1
+    assert ran, f"no problem reaches {row}"
+
+
 # --- a short run for the sanitizer -----------------------------------------------------------
 
 
@@ -151,3 +177,19 @@ def test_smoke(cupy_kind, dtype, activation):
     problem = MultiToken("smoke", "ragged, groups", 19, channels=2, outs=4, groups=2,
                          kernel=(3, 2), activation=activation, batch=1)
     check(problem, cupy_kind, dtype, lambda x: place(cupy_kind, x, LAYOUTS["guarded"]))
+
+
+def bf16_rows(name):
+    return [row for row in row_names(name) if "bf16" in row and "plain" not in row]
+
+
+@pytest.mark.gpu
+@pytest.mark.smoke
+@pytest.mark.parametrize("name, row", [
+    (name, row) for name in ("multi_token_fwd", "multi_token_bwd") for row in bf16_rows(name)])
+def test_smoke_rows(cupy_kind, name, row):
+    few = MultiToken("smoke", "ragged, groups", 19, channels=2, outs=4, groups=2, kernel=(3, 2),
+                     batch=1)
+    sparse = MultiToken("smoke", "ragged, groups", 19, channels=2, outs=4, groups=2, kernel=(3, 2),
+                        activation="sparsemax", batch=1)
+    check_row(cupy_kind, name, row, [(EIGHT, "bf16"), (few, "bf16"), (sparse, "bf16")], most=2)

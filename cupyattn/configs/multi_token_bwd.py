@@ -13,126 +13,6 @@ _AnyTile = TypeVar("_AnyTile", bound="_Tile")
 
 
 @dataclass(frozen=True)
-class StripBackward(Row):
-    """Both gradients on matrix units: a block per strip of rows, 16 // heads of a group of them.
-
-    Kernel size and heads of a group are compiled in.
-    """
-
-    dtype: str
-    tile: int  # bytes of shared memory that the tile of dy may take
-    threads: int
-
-    # Slices of 8 sums per thread quad that fit the registers.
-    PARTS = 20
-
-    @property
-    def name(self) -> str:
-        return f"strip_{self.dtype}_s{self.tile // 1024}_t{self.threads}"
-
-    def refuses(self, problem: Problem, device: Device) -> str | None:
-        if problem.scores.dtype != self.dtype:
-            return f"dtype {problem.scores.dtype} is not {self.dtype}"
-        if problem.activation != "softmax":
-            return f"activation {problem.activation} is not softmax"
-        heads = group_heads(problem)
-        if any(16 % n for n in heads):
-            return f"heads of a group {heads} do not divide 16"
-        parts = self._slices(problem) * problem.weight.shape[3]
-        if parts > self.PARTS:
-            return f"{parts} slices of sums exceed {self.PARTS}"
-        if max(problem.reach) >= 2**30 or problem.seq >= 2**26:
-            return f"taps lie {max(problem.reach)} apart, or there are 2**26 keys or more"
-        if self._strips(problem) * problem.groups > MAX_GRID:
-            return "strips of rows exceed a grid"
-        if self._columns(problem) < 32:
-            return f"taps lie {problem.reach[1]} columns apart, more than a tile holds"
-        shared = self._shared(problem) + 768 * parts  # and what the source declares
-        if shared > device.shared_memory:
-            return f"{shared} bytes of shared memory exceed {device.shared_memory}"
-        return None
-
-    def _rows(self, problem: Problem) -> int:
-        return 16 // group_heads(problem)[0]
-
-    def _slices(self, problem: Problem) -> int:
-        rows = self._rows(problem) + problem.weight.shape[2] - 1
-        return cdiv(rows * group_heads(problem)[1], 8)
-
-    def _strips(self, problem: Problem) -> int:
-        d0 = problem._dilation[0]
-        return problem.batch * cdiv(problem.seq, self._rows(problem) * d0) * d0
-
-    def _block(self, problem: Problem) -> int:
-        """Return the bytes of 8 keys of the tile, `Strip::kBlock` in the source."""
-        return 128 * (self._slices(problem) | 1) + 32
-
-    @staticmethod
-    def _halo(problem: Problem) -> int:
-        """Return the keys of the tile beside those of the sweep."""
-        right = problem.weight.shape[3] // 2 * problem._dilation[1]
-        return (cdiv(right, 8) + cdiv(problem.reach[1] - right, 8)) * 8
-
-    def _columns(self, problem: Problem) -> int:
-        fit = self.tile // self._block(problem) * 8 - self._halo(problem)
-        return min(fit // 32, cdiv(problem.seq, 32)) * 32
-
-    def _shared(self, problem: Problem) -> int:
-        keys = self._columns(problem) + self._halo(problem)
-        return keys // 8 * self._block(problem)
-
-    def _vector(self, problem: Problem) -> bool:
-        assert problem.dy is not None
-        return problem.seq % 8 == 0 and all(
-            array.strides[-1] == 1 and array.align % 16 == 0
-            and not any(stride % 8 for stride in array.strides[:-1])
-            for array in (problem.scores, problem.dy))
-
-    def _kernel(self, problem: Problem) -> Kernel:
-        (channels, outputs), (kh, kw) = group_heads(problem), problem.weight.shape[2:]
-        # Not the tile of a short sequence: it may be smaller than the kernel allows for.
-        columns = (self.tile // self._block(problem) * 8 - self._halo(problem)) // 32 * 32
-        vector = self._vector(problem)
-        numbers = {"In": channels, "Out": outputs, "Kh": kh, "Kw": kw, "Columns": columns}
-        return Kernel(name=f"multi_token_bwd__{self.name}__h{channels}x{outputs}_k{kh}x{kw}"
-                           f"_c{columns}" + ("_v" if vector else ""),
-                      source="multi_token_strip_bwd.cu", function="multi_token_strip_bwd",
-                      params="MultiTokenParams",
-                      config=(f"using T = {CTYPE[self.dtype]};",
-                              f"static constexpr bool kVector = {str(vector).lower()};",
-                              *(f"static constexpr int k{k} = {n};" for k, n in numbers.items())),
-                      threads=self.threads)
-
-    def kernels(self) -> tuple[Kernel, ...]:
-        """Return the kernels of a few common problems; others are compiled when they are met."""
-        def problem(heads: int, kernel: int, seq: int) -> Problem:
-            square = Layout((1, heads, seq, seq), self.dtype)
-            return Problem(square, Layout((heads, heads, kernel, kernel), self.dtype), None,
-                           square, 1, (1, 1), "same", "softmax")
-
-        common = ((4, 3, 16), (4, 3, 15), (4, 5, 16), (4, 1, 16), (8, 3, 16), (16, 3, 16))
-        return (*(self._kernel(problem(*sizes)) for sizes in common),
-                Plain(self.dtype, "softmax", True)._kernel("d_weight"))
-
-    def program(self, problem: Problem, device: Device) -> Program:
-        constant = values(problem)
-        chunks = constant["chunks"] = self._strips(problem)
-        d_bias = ("d_bias",) if problem.bias else ()
-        elements = math.prod(problem.weight.shape) + (problem.heads_out if problem.bias else 0)
-
-        def step(kernel: Kernel, blocks: int, shared: int, *buffers: str) -> Step:
-            return Step(kernel, (blocks, 1, 1), constant,
-                        {name: name for name in (*buffers, *d_bias)}, shared=shared)
-
-        return Program(
-            (step(self._kernel(problem), chunks * problem.groups, self._shared(problem),
-                  "scores", "weight", "dy", "d_scores", "partial"),
-             step(Plain(self.dtype, "softmax", True)._kernel("d_weight"), elements, 0,
-                  "partial", "d_weight")),
-            {"partial": Layout((elements, chunks), "f32")})
-
-
-@dataclass(frozen=True)
 class RingBackward(Row):
     """Both gradients on matrix units, by blocks that walk down the rows: all is read once.
 
@@ -238,8 +118,7 @@ class RingBackward(Row):
 
         common = [problem(heads, kernel, seq)
                   for heads, kernel, seq in ((self.heads, 3, 16), (self.heads, 3, 15),
-                                             (self.heads, 5, 16), (self.heads, 7, 16),
-                                             (self.heads, 1, 16))
+                                             (self.heads, 5, 16))
                   if kernel * kernel <= self.taps]
         return (*(self._kernel(one) for one in common),
                 Plain(self.dtype, "softmax", True)._kernel("d_weight"))
@@ -448,8 +327,7 @@ class TileBackward(Row):
         """Return the kernels of a few common problems; others are compiled when they are met."""
         device = Device(0, "", (9, 0), 132, 227 << 10, 50 << 20)
         kernels = []
-        for heads, kernel, seq in ((4, 3, 1024), (4, 3, 1023), (1, 3, 1024), (4, 7, 1024),
-                                   (4, 11, 1024), (8, 3, 1024), (32, 3, 2048)):
+        for heads, kernel, seq in ((4, 3, 1024), (4, 3, 1023), (4, 7, 1024), (32, 3, 2048)):
             square = Layout((2, heads, seq, seq), self.dtype)
             problem = Problem(square, Layout((heads, heads, kernel, kernel), self.dtype), None,
                               square, 1, (1, 1), "same", self.activation)
@@ -483,7 +361,7 @@ class TileBackward(Row):
              "partial": Layout((elements, chunks), "f32")})
 
 
-# In the order of speed where several can.
+# In the order of speed where several can. Tiles take what matrix units do not.
 BACKWARD = (
     *(row for dtype in ("bf16", "f16") for row in (
         RingBackward(dtype, 256, 2),
@@ -492,7 +370,6 @@ BACKWARD = (
         RingBackward(dtype, 384, 1, heads=8),
         RingBackward(dtype, 256, 1, tasks=4, heads=8),
         RingBackward(dtype, 256, 1, tasks=4, heads=16))),
-    *(StripBackward(dtype, 56 << 10, 128) for dtype in ("bf16", "f16")),
     *(TileBackward(dtype, activation) for dtype in ("bf16", "f16", "f32")
       for activation in ACTIVATIONS),
     *(Plain(dtype, activation, True) for dtype in FLOATS for activation in ACTIVATIONS),

@@ -58,8 +58,7 @@ class RingForward(Row):
 
     @property
     def name(self) -> str:
-        return (f"ring_{self.dtype}_t{self.threads}_b{self.blocks}"
-                + ("_ahead" if self.ahead else ""))
+        return f"ring_{self.dtype}_t{self.threads}_b{self.blocks}_h{self.heads[1]}"
 
     def refuses(self, problem: Problem, device: Device) -> str | None:
         reason = self._mismatch(problem)
@@ -118,13 +117,12 @@ class RingForward(Row):
     def kernels(self) -> tuple[Kernel, ...]:
         """Return the kernels of a few common problems; others are compiled when they are met."""
         heads = self.heads[1]
-        common = ((heads, 3, 16), (self.heads[0], 1, 16), (heads, 3, 15), (heads, 5, 16),
-                  (heads, 11, 16))
+        common = ((heads, 3, 16), (heads, 3, 15), (heads, 5, 16))
         problems = [Problem(Layout((1, n, seq, seq), self.dtype),
                             Layout((n, n, kernel, kernel), self.dtype), None, None, 1,
                             (1, 1), "same", activation)
                     for n, kernel, seq in common for activation in ACTIVATIONS
-                    if activation == "softmax" or (n, kernel) == (heads, 3)]
+                    if activation == "softmax" or (kernel, seq) == (3, 16)]
         return (*(self._kernel(problem) for problem in problems if not self._mismatch(problem)),
                 Plain(self.dtype, "sparsemax", False)._kernel("statistics"))
 
@@ -167,7 +165,7 @@ class Band(Row):
 
     @property
     def name(self) -> str:
-        return f"band_{self.dtype}_t{self.threads}_b{self.blocks}_r{self.rows}"
+        return f"band_{self.dtype}_t{self.threads}_b{self.blocks}_h{self.heads}"
 
     def refuses(self, problem: Problem, device: Device) -> str | None:
         reason = self._mismatch(problem)
@@ -239,13 +237,12 @@ class Band(Row):
     def kernels(self) -> tuple[Kernel, ...]:
         """Return the kernels of a few common problems; others are compiled when they are met."""
         meant = [heads for heads in (4, 8, 16, 32) if self.heads // 4 < heads <= self.heads]
-        common = [(heads, 3, 16) for heads in meant] + [(1, 1, 16), (meant[0], 3, 15),
-                                                        (meant[0], 5, 16), (meant[0], 11, 16)]
+        common = [(heads, 3, 16) for heads in meant] + [(meant[0], 3, 15), (meant[0], 5, 16)]
         problems = [Problem(Layout((1, heads, seq, seq), self.dtype),
                             Layout((heads, heads, kernel, kernel), self.dtype), None, None, 1,
                             (1, 1), "same", activation)
                     for heads, kernel, seq in common for activation in ACTIVATIONS
-                    if activation == "softmax" or (heads, kernel) == (meant[0], 3)]
+                    if activation == "softmax" or (heads, kernel, seq) == (meant[0], 3, 16)]
         return (*(self._kernel(problem) for problem in problems if not self._mismatch(problem)),
                 self._kernel(problems[0], "statistics"),
                 Plain(self.dtype, "sparsemax", False)._kernel("statistics"))
