@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from ml_dtypes import bfloat16
 
-from ._program import FLOATS, ITEMSIZE, Layout
+from ._program import FLOATS, ITEMSIZE, Layout, contiguous_strides
 
 _NUMPY_TAG = {np.dtype(t): tag for t, tag in (
     (np.float16, "f16"), (bfloat16, "bf16"), (np.float32, "f32"), (np.float64, "f64"),
@@ -147,7 +147,11 @@ class NumPy(Library):
         return -1
 
     def maker(self, layout, device):
-        return functools.partial(np.empty, layout.shape, NUMPY_DTYPE[layout.dtype])
+        # NumPy takes no strides without memory: make it in memory order, then exchange the axes.
+        order = sorted(range(len(layout.shape)), key=lambda axis: -layout.strides[axis])
+        shape = [layout.shape[axis] for axis in order]
+        back = [order.index(axis) for axis in range(len(order))]
+        return lambda: np.empty(shape, NUMPY_DTYPE[layout.dtype]).transpose(back)
 
     def zeros(self, layout, device):
         return np.zeros(layout.shape, NUMPY_DTYPE[layout.dtype])
@@ -163,6 +167,13 @@ def _cupy_dtype(tag: str) -> Any:
     """Return a dtype in the form that CuPy resolves soonest: its own by their characters."""
     dtype = NUMPY_DTYPE[tag]
     return dtype if tag == "bf16" else dtype.char
+
+
+def _byte_strides(layout: Layout) -> tuple[int, ...] | None:
+    """Return the strides in bytes, or None where they are those of C order."""
+    if layout.strides == contiguous_strides(layout.shape):
+        return None
+    return tuple(n * ITEMSIZE[layout.dtype] for n in layout.strides)
 
 
 class CuPy(Library):
@@ -193,13 +204,14 @@ class CuPy(Library):
 
     def allocator(self, layouts, device):
         # An array of CuPy is complete when made; its `__init__` does nothing, but takes time.
-        cls, new = self._new, self._new.__new__
-        wanted = [(x.shape, _cupy_dtype(x.dtype)) for x in layouts]
+        cls, new, memory = self._new, self._new.__new__, self._cupy.cuda.alloc
+        wanted = [(x.shape, _cupy_dtype(x.dtype), x.nbytes, _byte_strides(x)) for x in layouts]
 
         def allocate(addresses):
             results = []
-            for shape, dtype in wanted:
-                x = new(cls, shape, dtype)
+            for shape, dtype, nbytes, strides in wanted:
+                x = (new(cls, shape, dtype) if strides is None
+                     else new(cls, shape, dtype, memory(nbytes), strides))
                 results.append(x)
                 addresses.append(x.data.ptr)
             return results
@@ -228,7 +240,11 @@ class CuPy(Library):
         return stream
 
     def maker(self, layout, device):
-        return functools.partial(self._new, layout.shape, _cupy_dtype(layout.dtype))
+        strides = _byte_strides(layout)
+        if strides is None:
+            return functools.partial(self._new, layout.shape, _cupy_dtype(layout.dtype))
+        return lambda: self._new(layout.shape, _cupy_dtype(layout.dtype),
+                                 self._cupy.cuda.alloc(layout.nbytes), strides)
 
     def zeros(self, layout, device):
         return self._cupy.zeros(layout.shape, NUMPY_DTYPE[layout.dtype])

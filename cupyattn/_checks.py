@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ._arrays import FLOAT_NAMES
-from ._program import FLOATS, Layout, accumulator
+from ._program import FLOATS, Layout, accumulator, dense_like
 from .configs import fused_neighborhood as fused_configs
 from .configs import multi_token as multi_token_configs
 from .configs import neighborhood as neighborhood_configs
@@ -381,10 +381,8 @@ def rope(layouts: Layouts, options: tuple) -> rope_configs.Problem:
     if offsets is not None and len(offsets) != batch:
         raise ValueError(f"offset has {len(offsets)} values; accepted are one, or one for each of "
                          f"the {batch} batch items")
-    outs = [heads_after_seq(layouts[name], layout_name) or like and Layout(
-        like.shape, like.dtype, heads_after_seq(
-            Layout(layouts[source].shape, like.dtype), layout_name).strides)  # type: ignore[union-attr]
-        for name, source, like in (("q_out", "q", q), ("k_out", "k", k))]
+    outs = [heads_after_seq(layouts[name], layout_name) or like and dense_like(like)
+            for name, like in (("q_out", q), ("k_out", k))]
     return rope_configs.Problem(
         q, k, outs[0], outs[1], cos, sin, ids,
         (min(offsets), max(offsets)) if offsets else None, rotary_dim, interleaved, inverse,

@@ -67,6 +67,17 @@ class Layout:
         return not self.shape or self.shape[-1] <= 1 or self.strides[-1] == 1
 
 
+def dense_like(layout: Layout) -> Layout:
+    """Return the layout of a new array without gaps, whose axes lie in memory as this one's do."""
+    order = sorted(range(len(layout.shape)), key=lambda axis: -abs(layout.strides[axis]))
+    strides, step = [0] * len(order), 1
+    for axis in reversed(order):
+        strides[axis] = step
+        step *= max(layout.shape[axis], 1)
+    dense = Layout(layout.shape, layout.dtype, tuple(strides))
+    return dense if dense.unit_last else Layout(layout.shape, layout.dtype)
+
+
 @dataclass(frozen=True)
 class Device:
     """What a row may ask about a GPU."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from . import _arrays, _checks
 from ._launch import Operator, call
-from ._program import Layout
+from ._program import Layout, dense_like
 from .configs import rope as configs
 from .configs.rope import Problem
 from .reference import rope as reference
@@ -58,7 +58,8 @@ def rope(q, k, cos, sin, *, rotary_dim=None, interleaved=False, position_ids=Non
     Returns
     -------
     q_out, k_out : arrays or None
-        Of the kind, shape and dtype of `q` and `k`; None where the input is None.
+        Of the kind, shape and dtype of `q` and `k`, and with their order of axes in memory; None
+        where the input is None.
 
     Raises
     ------
@@ -307,9 +308,8 @@ def _out_of_bounds(problem: Problem, offset: int) -> None:
 
 
 def _results(problem: Problem) -> dict[str, Layout]:
-    """The results in the caller's axis order."""
-    return {f"{name}_out": Layout(layout.shape, layout.dtype)
-            for name, layout in problem.given.items()}
+    """The results in the caller's axis order, in memory as the inputs lie."""
+    return {f"{name}_out": dense_like(layout) for name, layout in problem.given.items()}
 
 
 def _reference(arrays: Mapping[str, Any], problem: Problem, scalars: Mapping[str, Any]):
