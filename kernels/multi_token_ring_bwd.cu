@@ -57,26 +57,6 @@ extern __shared__ uint4 ring[];
 
 constexpr float kLog2OfE = 1.44269504f;
 
-// The larger of each half; a NaN gives way to a number.
-template <class T>
-__device__ inline unsigned max_pair(unsigned x, unsigned y);
-template <>
-__device__ inline unsigned max_pair<f16>(unsigned x, unsigned y) {
-  unsigned z;
-  asm("max.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
-  return z;
-}
-template <>
-__device__ inline unsigned max_pair<bf16>(unsigned x, unsigned y) {
-  unsigned z;
-  asm("max.bf16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
-  return z;
-}
-
-// Low halves of x and y, and high halves.
-__device__ inline unsigned low_halves(unsigned x, unsigned y) { return __byte_perm(x, y, 0x5410); }
-__device__ inline unsigned high_halves(unsigned x, unsigned y) { return __byte_perm(x, y, 0x7632); }
-
 // First row of part number `part` of `parts` of about equal cost. Per row, in columns: 1 for each
 // column, 0.2 for each zero above the diagonal, 128 for all the rest.
 __device__ inline int part_start(int part, int parts, int seq) {

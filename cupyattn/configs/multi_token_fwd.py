@@ -15,13 +15,15 @@ def _register_blocks(blocks: int, problem: Problem) -> int:
     return blocks if easy else min(blocks, 2)
 
 
-def _ring_bytes(seq: int, quads: int, warps: int, kh: int, kw: int) -> int:
-    """Return the largest ring that a block may need: RingShape in the source, for any width."""
-    chunk = cdiv(63 + kw, 8) * 128
+def _ring_plane(seq: int, quads: int, warps: int, kh: int) -> int:
+    """Return the bytes of a plane of the ring: RingShape in the source, for any width of rows.
+
+    A kernel is compiled for each value, so rows count as the next power of two of 256 columns.
+    """
     most = 0
-    for per_line in range(1, cdiv(seq, 256) + 1):
+    for per_line in range(1, 2 ** (cdiv(seq, 256) - 1).bit_length() + 1):
         slots = max(1, warps // (per_line * quads)) + kh - 1
-        most = max(most, slots * quads * (2 * per_line * chunk + (32 if quads > 1 else 0)))
+        most = max(most, slots * (per_line * 32 + 2) * 16)
     return most
 
 
@@ -90,19 +92,23 @@ class RingForward(Row):
             return "rows exceed a grid"
         return None
 
+    def _plane(self, problem: Problem) -> int:
+        return _ring_plane(problem.seq, cdiv(group_heads(problem)[0], 4), self.threads // 32,
+                           problem.weight.shape[2])
+
     def _shared(self, problem: Problem) -> int:
         (channels, outputs), (kh, kw) = group_heads(problem), problem.weight.shape[2:]
-        warps, quads, pair = self.threads // 32, cdiv(channels, 4), outputs <= 4
-        words = kh * cdiv((kw + pair) * quads, 4) * (1 if pair else cdiv(outputs, 8))
+        warps, quads, tiles = self.threads // 32, cdiv(channels, 4), cdiv(outputs, 4)
+        steps = cdiv(kh * quads * ((kw + 2) // 2), 2)
         poison = (warps + kh) * quads * 4 // 16 * 16 + 16
-        return (words * 256 + cdiv(outputs, 8) * 32 + warps * 32 + poison
-                + _ring_bytes(problem.seq, quads, warps, kh, kw))
+        return (steps * tiles * 256 + tiles * 16 + warps * 32 + poison
+                + 4 * quads * self._plane(problem))
 
     def _kernel(self, problem: Problem) -> Kernel:
         (channels, outputs), (kh, kw) = group_heads(problem), problem.weight.shape[2:]
         vector, sparsemax = vector_of(problem), problem.activation == "sparsemax"
         numbers = {"Channels": channels, "Outputs": outputs, "Kh": kh, "Kw": kw, "Vector": vector,
-                   "Together": 1}
+                   "Plane": self._plane(problem)}
         return Kernel(name=f"multi_token_fwd__{self.name}__h{channels}x{outputs}_k{kh}x{kw}"
                            f"_v{vector}" + ("_sparsemax" if sparsemax else ""),
                       source="multi_token_ring_fwd.cu", function="multi_token_ring",

@@ -31,6 +31,26 @@ __device__ inline void unpack(unsigned x, float& low, float& high) {
   high = widen(T{static_cast<unsigned short>(x >> 16)});
 }
 
+// The larger of each half; a NaN gives way to a number.
+template <class T>
+__device__ inline unsigned max_pair(unsigned x, unsigned y);
+template <>
+__device__ inline unsigned max_pair<f16>(unsigned x, unsigned y) {
+  unsigned z;
+  asm("max.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+  return z;
+}
+template <>
+__device__ inline unsigned max_pair<bf16>(unsigned x, unsigned y) {
+  unsigned z;
+  asm("max.bf16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+  return z;
+}
+
+// Low halves of x and y, and high halves.
+__device__ inline unsigned low_halves(unsigned x, unsigned y) { return __byte_perm(x, y, 0x5410); }
+__device__ inline unsigned high_halves(unsigned x, unsigned y) { return __byte_perm(x, y, 0x7632); }
+
 __device__ inline unsigned shared_address(const void* x) {
   return static_cast<unsigned>(__cvta_generic_to_shared(x));
 }

@@ -132,26 +132,6 @@ __device__ inline void mask_pack(Pack<T, 4>& x, int allowed) {
   }
 }
 
-// The larger of each half; a NaN gives way to a number.
-template <class T>
-__device__ inline unsigned max_pair(unsigned x, unsigned y);
-template <>
-__device__ inline unsigned max_pair<f16>(unsigned x, unsigned y) {
-  unsigned z;
-  asm("max.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
-  return z;
-}
-template <>
-__device__ inline unsigned max_pair<bf16>(unsigned x, unsigned y) {
-  unsigned z;
-  asm("max.bf16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
-  return z;
-}
-
-// Low halves of x and y, and high halves.
-__device__ inline unsigned low_halves(unsigned x, unsigned y) { return __byte_perm(x, y, 0x5410); }
-__device__ inline unsigned high_halves(unsigned x, unsigned y) { return __byte_perm(x, y, 0x7632); }
-
 // ----------------------------------------------------------------------------------------- weights
 
 // B fragment word: weights of two neighbouring channels of a tap for column n of a product.
