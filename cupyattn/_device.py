@@ -7,7 +7,8 @@ import functools
 import os
 from collections.abc import Callable, Sequence
 
-from ._program import Device
+from ._errors import KernelError
+from ._program import Device, TensorMap
 
 
 @functools.cache
@@ -59,6 +60,37 @@ def launch_kernel_ex(index: int) -> Callable[..., int] | None:
         return None
     function.argtypes = (ctypes.c_void_p,) * 4  # config, function, arguments, none
     return function
+
+
+_TENSOR_TYPES = {"f16": 6, "f32": 7, "bf16": 9, "tf32": 11}  # CU_TENSOR_MAP_DATA_TYPE_...
+
+
+@functools.cache
+def encode(tensor_map: TensorMap) -> tuple[int, ...]:
+    """Return the sixteen words of a tensor map, as the driver encodes it, for some address.
+
+    The first word is the address, and nothing else depends on it.
+
+    Raises
+    ------
+    KernelError
+        If the driver refuses it.
+    """
+    words = (ctypes.c_ulonglong * 24)()
+    at = ctypes.addressof(words)
+    at += -at % 64
+    rank = len(tensor_map.extents)
+    arrays = [(ctypes.c_ulonglong * rank)(*tensor_map.extents),
+              (ctypes.c_ulonglong * rank)(*tensor_map.strides),
+              (ctypes.c_uint * rank)(*tensor_map.box), (ctypes.c_uint * rank)(*(1,) * rank)]
+    swizzle, promotion = 3, 2  # 128 bytes both
+    driver = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+    error = driver.cuTensorMapEncodeTiled(
+        ctypes.c_void_p(at), _TENSOR_TYPES[tensor_map.dtype], rank, ctypes.c_void_p(1 << 20),
+        *arrays, 0, swizzle, promotion, 0)
+    if error:
+        raise KernelError(f"cuTensorMapEncodeTiled refuses {tensor_map}: error {error}")
+    return tuple((ctypes.c_ulonglong * 16).from_address(at))
 
 
 def count() -> int:

@@ -54,11 +54,15 @@ class Operator:
     any_strides : set of str
         Arrays whose kernels need no unit last axis.
     as_matrix : set of str
-        Arrays whose leading axes must be one axis in memory.
+        Arrays whose leading axes must be one axis in memory, and whose lines should begin at
+        16-byte boundaries: they are copied if that helps.
     strided_results : tuple of str
         Results that kernels write with any strides but the last (their layouts are part of the
         problem), and that may be exactly the input of that name. A strided `out` of another
         result is copied into.
+    dense : set of str
+        Inputs and results that kernels take without gaps and at 16-byte boundaries only. Others are
+        copied.
     over : str
         The array that everything is summed over: where it is empty all results are zero.
     scalars : tuple of str
@@ -86,6 +90,7 @@ class Operator:
     any_strides: frozenset[str] = frozenset()
     as_matrix: frozenset[str] = frozenset()
     strided_results: tuple[str, ...] = ()
+    dense: frozenset[str] = frozenset()
     over: str = ""
     scalars: tuple[str, ...] = ()
     bounds: Callable[[Any], tuple[int, int] | None] = lambda problem: None
@@ -450,8 +455,9 @@ class OutCheck:
         self._against = [(span, spans[:at]) for at, span in enumerate(spans)
                          if span[0] >= self._first_out]
         # Whether kernels can write an `out` itself, and the input that it may be, or -1.
-        self.direct = [given is None or given.strides == results[name].strides
-                       or (name in operator.strided_results and given.unit_last)
+        self.direct = [given is None or (name in operator.strided_results and given.unit_last)
+                       or (given.strides == results[name].strides
+                           and (name not in operator.dense or given.align >= 16))
                        for name, given in zip(results, outs)]
         self.all_or_none = request.out is None or (None not in outs and all(self.direct))
         self._twin = [operator.arrays.index(name.removesuffix("_out"))
@@ -511,6 +517,8 @@ class Launch:
         block = np.zeros(1, STRUCTS[kernel.params])
         for path, value in step.values.items():
             _store(block, path, value)
+        for path, tensor_map in step.maps.items():
+            _store(block, f"{path}.geometry", _device.encode(tensor_map)[1:])
         self.step, self.compiled = step, _jit.load(kernel, device)
         self._block = block
         self._words = (ctypes.c_ulonglong * (block.itemsize // 8)).from_address(block.ctypes.data)
@@ -553,18 +561,15 @@ def _store(block: np.ndarray, path: str, value: Any) -> None:
 
 
 def _must_copy(operator: Operator, name: str, layout: Layout | None) -> bool:
-    if layout is None or name in operator.any_strides:
+    if layout is None:
         return False
-    if not layout.unit_last:
-        return True
+    if name in operator.dense:
+        return layout != Layout(layout.shape, layout.dtype)
     if name in operator.as_matrix:
-        from .configs.linear import collapsed
+        from .configs.linear import needs_copy
 
-        try:
-            collapsed(layout)
-        except ValueError:
-            return True
-    return False
+        return needs_copy(layout)
+    return name not in operator.any_strides and not layout.unit_last
 
 
 def _warn_of_plain(operator: Operator, row: Row, problem: Any, device: Device) -> None:

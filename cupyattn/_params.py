@@ -9,16 +9,25 @@ from __future__ import annotations
 import numpy as np
 
 
-def _struct(*fields) -> np.dtype:
-    return np.dtype(list(fields), align=True)
+def _struct(*fields, align: int = 8) -> np.dtype:
+    """Return a struct as C++ lays it out, of a size that is a multiple of `align` bytes."""
+    dtype = np.dtype(list(fields), align=True)
+    size = -(-dtype.itemsize // align) * align
+    assert dtype.fields is not None
+    return np.dtype({"names": list(dtype.names or ()),
+                     "formats": [dtype.fields[name][0] for name in dtype.names or ()],
+                     "offsets": [dtype.fields[name][1] for name in dtype.names or ()],
+                     "itemsize": size})
 
 
 TOKEN_VIEW = _struct(("data", "u8"), ("batch", "i8"), ("space", "i8", 3), ("head", "i8"))
 MATRIX_VIEW = _struct(("data", "u8"), ("row", "i8"), ("column", "i8"))
+TENSOR_MAP = _struct(("address", "u8"), ("geometry", "u8", 15), align=64)
 
 STRUCTS: dict[str, np.dtype] = {
     "TokenView": TOKEN_VIEW,
     "MatrixView": MATRIX_VIEW,
+    "TensorMap": TENSOR_MAP,
     "NeighborhoodParams": _struct(
         *((name, TOKEN_VIEW) for name in
           ("q", "k", "v", "y", "lse", "dy", "dlse", "delta", "dq", "dk", "dv")),
@@ -26,9 +35,16 @@ STRUCTS: dict[str, np.dtype] = {
         ("head_dim", "i4"), ("value_dim", "i4"), ("window", "i4", 3), ("dilation", "i4", 3),
         ("stride", "i4", 3), ("causal", "i4", 3), ("clip", "i4"), ("scale", "f8")),
     "LinearParams": _struct(
-        ("a", MATRIX_VIEW, 3), ("b", MATRIX_VIEW, 3), ("depth", "i8", 3), ("c", MATRIX_VIEW),
-        ("bias", "u8"), ("bias_stride", "i8"), ("rows", "i8"), ("columns", "i8"),
-        ("products", "i4")),
+        ("a", MATRIX_VIEW, 4), ("b", MATRIX_VIEW, 4), ("c", MATRIX_VIEW, 4), ("bias", "u8", 4),
+        ("bias_stride", "i8", 4), ("rows", "i8", 4), ("columns", "i8", 4), ("depth", "i8", 4),
+        ("partial", "u8"), ("share", "i8"), ("products", "i4"), ("summed", "i4"),
+        ("chunks", "i4"), ("group", "i4")),
+    "LinearHopperParams": _struct(
+        ("a_map", TENSOR_MAP, 3), ("b_map", TENSOR_MAP, 3), ("a", MATRIX_VIEW, 3),
+        ("b", MATRIX_VIEW, 3), ("c", MATRIX_VIEW, 3), ("planes", "u8", 3), ("bias", "u8", 3),
+        ("bias_stride", "i8", 3), ("partial", "u8"), ("first", "i8", 3), ("numbers", "i8"),
+        ("rows", "i4", 3), ("columns", "i4", 3), ("depth", "i4", 3), ("products", "i4"),
+        ("summed", "i4"), ("splits", "i4"), align=64),
     "MultiTokenParams": _struct(
         *((name, "u8") for name in ("scores", "weight", "bias", "y", "dy", "d_scores",
                                     "d_weight", "d_bias", "shift", "factor", "partial")),

@@ -9,10 +9,10 @@ scratch memory between them. Buffers are named; addresses arrive when the progra
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 # Size in bytes and the C++ name of every element type that kernels know.
 ITEMSIZE = {"f16": 2, "bf16": 2, "f32": 4, "f64": 8, "i32": 4, "i64": 8}
@@ -24,6 +24,14 @@ FLOATS = ("f16", "bf16", "f32", "f64")
 def accumulator(dtype: str) -> str:
     """Return the dtype in which sums over `dtype` are kept."""
     return "f64" if dtype == "f64" else "f32"
+
+
+def few(dtype: str, examples: Sequence[Any]) -> Sequence[Any]:
+    """Return the examples of which to compile kernels ahead of time; the first one stands for f16.
+
+    Its code is that of bf16 but for conversions.
+    """
+    return examples[:1] if dtype == "f16" else examples
 
 
 def cdiv(a: int, b: int) -> int:
@@ -118,11 +126,27 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
+class TensorMap:
+    """An array as the copy engine of sm_90 sees it, and the box that it copies at a time.
+
+    Innermost axis first. `strides` are bytes, of the axes from the second on, multiples of 16; the
+    address must be one too. `dtype` may be "tf32": float32 rounded to it on the way. A row of a
+    box takes 128 bytes, and its sixteenths are swizzled.
+    """
+
+    dtype: str
+    extents: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Step:
     """One launch: the kernel, its grid, and where each parameter comes from.
 
     `values` are constants, `buffers` maps pointer fields to buffer names, `scalars` maps fields
-    to values that may change from call to call. Fields of nested structs are written with dots.
+    to values that may change from call to call, `maps` describes tensor maps, whose `address` is
+    among the pointer fields. Fields of nested structs are written with dots.
     """
 
     kernel: Kernel
@@ -131,6 +155,7 @@ class Step:
     buffers: Mapping[str, str]
     scalars: Mapping[str, str] = field(default_factory=lambda: _NOTHING)
     shared: int = 0
+    maps: Mapping[str, TensorMap] = field(default_factory=lambda: _NOTHING)
 
     def renamed(self, names: Mapping[str, str]) -> Step:
         return replace(self, buffers={k: names.get(b, b) for k, b in self.buffers.items()})
@@ -160,7 +185,7 @@ class Program:
 class Row:
     """One way to do a problem. Tables list rows in order of preference, the plain ones last."""
 
-    target = None  # an architecture such as "sm_90a", or None for any from sm_80 on
+    target: ClassVar[str | None] = None  # an architecture such as "sm_90a"; None: sm_80 and up
 
     @property
     def name(self) -> str:

@@ -15,7 +15,13 @@ _forced: contextvars.ContextVar[str] = contextvars.ContextVar("cupyattn_forced_r
 
 @contextlib.contextmanager
 def force(prefix: str) -> Iterator[None]:
-    """Within the block, consider only rows whose name starts with `prefix`."""
+    """Within the block, consider only rows whose name starts with `prefix`.
+
+    Tables without such a row, whose choices may be part of a program that others make, choose
+    freely.
+    """
+    if not any(row.name.startswith(prefix) for table in tables().values() for row in table):
+        raise ValueError(f"no row of any table has a name that starts with {prefix!r}")
     token = _forced.set(prefix)
     try:
         yield
@@ -31,6 +37,8 @@ def forced() -> str:
 def refusals(table: Sequence[Row], problem: Any, device: Device) -> list[tuple[Row, str | None]]:
     """Return each row with the reason why it refuses (None: it would run), in table order."""
     prefix = _forced.get()
+    if not any(row.name.startswith(prefix) for row in table):
+        prefix = ""
     answers: list[tuple[Row, str | None]] = []
     for row in table:
         if not row.name.startswith(prefix):
@@ -55,13 +63,21 @@ def choose(name: str, table: Sequence[Row], problem: Any, device: Device) -> Row
 
 def tables() -> dict[str, Sequence[Row]]:
     """Return every table of the package by the name of its pass."""
-    from .configs import fused_neighborhood, multi_token_bwd, multi_token_fwd, neighborhood, rope
+    from .configs import (
+        fused_neighborhood,
+        linear,
+        multi_token_bwd,
+        multi_token_fwd,
+        neighborhood,
+        rope,
+    )
 
     return {
         "neighborhood_fwd": neighborhood.FORWARD,
         "neighborhood_bwd": neighborhood.BACKWARD,
         "fused_neighborhood_fwd": fused_neighborhood.FORWARD,
         "fused_neighborhood_bwd": fused_neighborhood.BACKWARD,
+        "linear": linear.TABLE,
         "multi_token_fwd": multi_token_fwd.FORWARD,
         "multi_token_bwd": multi_token_bwd.BACKWARD,
         "rope": rope.TABLE,

@@ -86,7 +86,8 @@ def assemble(kernel: Kernel, folder: Path | None = None) -> str:
     body = _expanded(kernel.source, folder or kernels_folder())
     config = "\n".join("  " + line for line in kernel.config)
     checks = "\n".join(_struct_checks(kernel.params))
-    bounds = kernel.threads if kernel.blocks == 1 else f"{kernel.threads}, {kernel.blocks}"
+    bounds = (kernel.threads if kernel.blocks == 1 and kernel.target is None
+              else f"{kernel.threads}, {kernel.blocks}")  # setmaxnreg asks for both
     return (f'{body}#line 1 "generated for {kernel.name}"\n'
             "struct Config {\n"
             f"  static constexpr int kThreads = {kernel.threads};\n{config}\n"

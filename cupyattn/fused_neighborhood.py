@@ -29,9 +29,10 @@ def fused_neighborhood_attention(hidden_states, q_weight, k_weight, v_weight, ou
     ----------
     hidden_states : array, (batch, *space, hidden), float16, bfloat16, float32 or float64
         Tokens on a grid of 1 to 3 axes. NumPy, CuPy or torch (CUDA). Copied only if its tokens
-        do not lie at one stride.
+        do not lie at one stride, a multiple of 16 bytes.
     q_weight : array, (num_heads * head_dim, hidden)
-        Row = output feature. Row slices of a packed weight are fine; any strides.
+        Row = output feature. Row slices of a packed weight, or transposed ones, are fine; other
+        strides than multiples of 16 bytes cost a copy.
     k_weight, v_weight : array, (num_kv_heads * head_dim, hidden)
     out_weight : array, (hidden, num_heads * head_dim)
     q_bias, k_bias, v_bias, out_bias : array, optional
@@ -215,18 +216,20 @@ def _flops(problem: Problem, backward: bool) -> int:
     return (1 + backward) * products + attention
 
 
-_ANY = frozenset({*WEIGHTS, *BIASES, "cos", "sin"})
+_ANY = frozenset({*BIASES, "cos", "sin"})
 FORWARD = Operator(
     name="fused_neighborhood_fwd", mixed=True, arrays=(*_INPUTS, "cos", "sin"),
     table=configs.FORWARD,
     normalise=lambda arrays, options: _normalise(arrays[0], options),
     problem=_checks.fused_neighborhood, results=_forward_results, reference=_forward_reference,
     flops=lambda p: _flops(p, False), any_strides=_ANY,
-    as_matrix=frozenset({"hidden_states"}), over="hidden_states")
+    as_matrix=frozenset({"hidden_states", *WEIGHTS}), dense=frozenset({"y", *_RESIDUALS}),
+    over="hidden_states")
 BACKWARD = Operator(
     name="fused_neighborhood_bwd", mixed=True,
     arrays=("dy", *_INPUTS, "cos", "sin", *_RESIDUALS),
     table=configs.BACKWARD, normalise=lambda arrays, options: _normalise(arrays[1], options),
     problem=_checks.fused_neighborhood, results=_backward_results,
     reference=_backward_reference, flops=lambda p: _flops(p, True), any_strides=_ANY,
-    as_matrix=frozenset({"hidden_states", "dy"}), over="hidden_states")
+    as_matrix=frozenset({"hidden_states", "dy", *WEIGHTS}),
+    dense=frozenset({*_RESIDUALS, *(f"d_{name}" for name in _INPUTS)}), over="hidden_states")

@@ -218,7 +218,7 @@ __device__ inline float attention_weight(float x, float2 s) {
   } else if constexpr (Config::kMatrix) {
     return exp2f(fmaf(x - s.x, kLog2e, -s.y));
   } else {
-    return exp2f((x - s.x) * kLog2e) * s.y;
+    return exponential(x - s.x) * s.y;
   }
 }
 
@@ -591,14 +591,7 @@ __device__ inline void convolve_cores(const MultiTokenParams& p, const StripPlac
   for (int n = 0; n < Config::kRows / 4 * S::kFours; ++n) {
     const int row = n / S::kFours * 4 + lane / 16 * 2;
     const int four = n % S::kFours;
-    float sum[2][4][4];
-#pragma unroll
-    for (int o = 0; o < 4; ++o) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        sum[i / 4][i % 4][o] = bias[four * 4 + o];
-      }
-    }
+    float sum[2][4][4] = {};  // the bias comes last, so that only one addition rounds it
 #pragma unroll 1
     for (int c = 0; c < Config::kChannels; ++c) {
       const float4* weight = reinterpret_cast<const float4*>(shared) +
@@ -638,7 +631,8 @@ __device__ inline void convolve_cores(const MultiTokenParams& p, const StripPlac
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const int r = i / 4, o = i % 4;
-      float value[4] = {sum[r][0][o], sum[r][1][o], sum[r][2][o], sum[r][3][o]};
+      const float b = bias[four * 4 + o];
+      float value[4] = {sum[r][0][o] + b, sum[r][1][o] + b, sum[r][2][o] + b, sum[r][3][o] + b};
       store_keys<Config>(p, place, four * 4 + o, place.query + row + r, j0 + x, value);
     }
   }

@@ -643,7 +643,11 @@ def check_row(kind, name, row, candidates, most=4):
 
 
 def check_layouts(problem, kind, dtype, layout):
-    """Views give the bits that contiguous copies give, and are not written."""
+    """Views give the bits that contiguous copies give, and are not written.
+
+    Neighborhood attention may take another kernel for views whose rows do not begin at 16-byte
+    boundaries: those are held to the rule.
+    """
     bases = []
 
     def put(x):
@@ -652,12 +656,20 @@ def check_layouts(problem, kind, dtype, layout):
         bases.append((base, np.array(kind.get(base))))
         return view(base)
 
-    for name, a, b in zip(problem.results, problem.run(kind, dtype, put),
-                          problem.run(kind, dtype)):
-        if b is not None:
-            identical(a, b, what=f"{problem.name}: {name}")
+    ours = problem.run(kind, dtype, put)
+    if isinstance(problem, Neighborhood) and _kernels(problem, kind, dtype, put) != _kernels(
+            problem, kind, dtype):
+        hold(problem, dtype, ours, "on views")
+    else:
+        for name, a, b in zip(problem.results, ours, problem.run(kind, dtype)):
+            if b is not None:
+                identical(a, b, what=f"{problem.name}: {name}")
     for base, before in bases:
         identical(np.array(kind.get(base)), before, what=f"{problem.name}: input")
+
+
+def _kernels(problem, kind, dtype, put=None):
+    return [call.explain().kernels for call in problem.calls(kind, dtype, put)]
 
 
 def check_out(problem, kind, dtype, layout):

@@ -1,5 +1,6 @@
 """Every row of every table: unique, reachable, and compiled for every architecture (no GPU)."""
 
+import itertools
 import os
 import re
 from concurrent.futures import ProcessPoolExecutor
@@ -9,9 +10,10 @@ import pytest
 from cupyattn import _jit, _select
 from cupyattn._errors import KernelError
 from cupyattn._program import Device, Kernel, Layout
-from cupyattn.configs import fused_neighborhood, multi_token, neighborhood, rope
+from cupyattn.configs import fused_neighborhood, linear, multi_token, neighborhood, rope
 
 H200 = Device(0, "NVIDIA H200", (9, 0), 132, 232448, 60 << 20)
+A100 = Device(0, "NVIDIA A100", (8, 0), 108, 166912, 40 << 20)  # no rows of one architecture
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 TABLES = _select.tables()
 KERNELS = {kernel.name: kernel for table in TABLES.values() for row in table
@@ -24,8 +26,8 @@ DTYPES = ("f16", "bf16", "f32", "f64")
 PLAIN_SPILLS = 256
 KNOWN_SPILLS = {
     "sm_80": {"multi_token_fwd__band_": 52},
-    "sm_100": {"multi_token_bwd__ring_": 8, "multi_token_bwd__tile_": 8},
-    "sm_120": {"multi_token_fwd__band_": 24, "multi_token_fwd__ring_": 64,
+    "sm_100": {"linear__mma_": 24, "multi_token_bwd__ring_": 8, "multi_token_bwd__tile_": 8},
+    "sm_120": {"linear__mma_": 36, "multi_token_fwd__band_": 24, "multi_token_fwd__ring_": 64,
                "multi_token_bwd__ring_": 24, "multi_token_bwd__tile_": 24},
 }
 
@@ -111,15 +113,33 @@ def module(dtype, backward=False):
         boundary="clip", precision="fp32", dy=x if backward else None)
 
 
+def products(dtype, precision, tokens, hidden):
+    """The products of the fused module and of its gradients."""
+    def matrices(name, rows):
+        return [linear.Matrix(f"{name}{i}", rows, hidden, hidden, 1) for i in range(4)]
+
+    x, w, y, d = matrices("x", tokens)[0], *(
+        matrices(name, rows) for name, rows in (("w", hidden), ("y", tokens), ("d", hidden)))
+    lists = ([(x, w[i], y[i]) for i in range(3)], [(x, w[3], y[3])],
+             [(y[i], w[i].T, x) for i in range(3)], [(y[i].T, x.T, d[i]) for i in range(3)])
+    return [linear.Problem(dtype, precision, tuple(linear.Product(*p) for p in some), n == 2)
+            for n, some in enumerate(lists)]
+
+
 def problems(name):
     """One problem for each row that a table has to have."""
     backward = name.endswith("_bwd")
+    if name == "linear":
+        return [p for dtype in DTYPES for precision in ("fp32", "tf32")
+                for size in ((9, 7), (128, 512), (256, 512), (512, 768), (1024, 512), (8192, 512))
+                for p in products(dtype, precision, *size)]
     if name.startswith("neighborhood"):
         return [attention(d, dim, v, backward) for d in DTYPES
                 for dim, v in ((1, 1), (64, 64), (65, 8), (8, 129), (256, 256), (257, 3), (512, 1))]
     if name.startswith("multi_token"):
-        sizes = ((4, 9, 3), (4, 1024, 3), (4, 4096, 3), (8, 9, 3), (8, 2048, 3), (16, 9, 3),
-                 (32, 9, 3), (4, 9, 5), (4, 9, 17), (4, 9, 3, 2), (4, 9, 199))
+        sizes = ((4, 9, 3), (4, 512, 3), (4, 1024, 3), (4, 2048, 3), (4, 4096, 3), (8, 9, 3),
+                 (8, 2048, 3), (16, 9, 3), (32, 9, 3), (4, 9, 5), (4, 9, 17),
+                 (4, 9, 3, 2), (4, 9, 199))
         return [convolution(d, a, *s) for d in DTYPES for a in ("softmax", "sparsemax")
                 for s in sizes]
     if name == "rope":
@@ -130,9 +150,10 @@ def problems(name):
 @pytest.mark.parametrize("name", TABLES)
 def test_every_row_is_reached_and_makes_a_program(name):
     chosen = set()
-    for problem in problems(name):
-        row = _select.choose(name, TABLES[name], problem, H200)
-        program = row.program(problem, H200)
+    devices = (H200, A100) if name == "linear" else (H200,)
+    for problem, device in itertools.product(problems(name), devices):
+        row = _select.choose(name, TABLES[name], problem, device)
+        program = row.program(problem, device)
         assert program.steps
         for step in program.steps:
             assert all(1 <= n <= limit for n, limit in zip(step.grid, (2**31 - 1, 65535, 65535)))
@@ -155,12 +176,12 @@ def test_refusal_lists_every_row_with_its_reason():
 
 
 def test_force_considers_only_the_named_rows():
-    problem = attention("f32", 16)
-    with _select.force("plain_f32_d256"):
+    problem = attention("f64", 16)
+    with _select.force("plain_f64_d256"):
         row = _select.choose("neighborhood_fwd", TABLES["neighborhood_fwd"], problem, H200)
-        assert row.name == "plain_f32_d256"
+        assert row.name == "plain_f64_d256"
     row = _select.choose("neighborhood_fwd", TABLES["neighborhood_fwd"], problem, H200)
-    assert row.name == "plain_f32_d64"
+    assert row.name == "plain_f64_d64"
 
 
 def test_architecture_specific_target_wins():

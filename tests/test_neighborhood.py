@@ -7,6 +7,8 @@ import cupyattn
 import numpy as np
 import oracle
 import pytest
+from cupyattn import _launch, _select
+from cupyattn.configs import neighborhood as configs
 from kinds import DTYPES, KINDS, LAYOUTS, Guard, call, mk, na, na_bwd
 from problems import (
     NEIGHBORHOOD,
@@ -21,7 +23,7 @@ from problems import (
     neighborhood_of_size,
     row_names,
 )
-from tolerance import agree, identical
+from tolerance import agree, eps, identical
 
 
 def by_name(problem):
@@ -218,6 +220,119 @@ def test_every_forward_row(cupy_kind, row):
 @pytest.mark.parametrize("row", row_names("neighborhood_bwd"))
 def test_every_backward_row(cupy_kind, row):
     check_row(cupy_kind, "neighborhood_bwd", row, candidates())
+
+
+# --- band rows -------------------------------------------------------------------------------
+
+BANDS = (
+    Neighborhood("published", "the window of the module", (70,), 7, dilation=2, boundary="clip",
+                 heads=8, head_dim=64, batch=2),
+    Neighborhood("ragged_runs", "groups of two lengths, lanes without features, shared heads",
+                 (45,), 9, dilation=4, heads=6, kv_heads=3, head_dim=40),
+    Neighborhood("more_groups_than_tokens", "groups without a token", (3,), 3, dilation=5,
+                 boundary="clip", head_dim=8),
+    Neighborhood("shared_windows", "stride, causal", (50,), 9, stride=4, causal=True, head_dim=24),
+    Neighborhood("one_key", "no gradient of a score at all", (21,), 1, head_dim=32),
+    Neighborhood("long_window", "more keys than a step takes", (90,), 63, head_dim=16, heads=3),
+    Neighborhood("peaked", "weights from 0 to 1", (33,), 7, scale=6.0, head_dim=64),
+    Neighborhood("wide_head", "a whole warp a token", (19,), 5, head_dim=256, heads=1),
+    Neighborhood("square", "windows of two axes", (11, 13), (7, 7), head_dim=32, heads=4),
+    Neighborhood("many_keys", "a window that is not kept between two walks", (20, 24), (11, 13),
+                 head_dim=8, heads=1),
+    Neighborhood("cube", "three axes, shared heads", (4, 5, 6), (3, 4, 3), dilation=(1, 1, 2),
+                 stride=(2, 1, 2), causal=(True, False, False), head_dim=128, kv_heads=1),
+)
+
+
+def take_shapes(monkeypatch, dtype, number):
+    """Let the band rows of a dtype deal problems to threads in one of their ways, where it can."""
+    forward, backward = configs.BandForward(dtype), configs.BandBackward(dtype)
+
+    def only(shapes, at):
+        return shapes[at % len(shapes)], shapes[-1]  # the last one takes every problem
+
+    chosen = only(backward.shapes, number)
+    alike = [s for s in backward.key_shapes if s.vectors == chosen[0].vectors]
+    monkeypatch.setattr(configs.Band, "BUSY", 0)
+    monkeypatch.setattr(configs.BandForward, "shapes", only(forward.shapes, number))
+    monkeypatch.setattr(configs.BandBackward, "shapes", chosen)
+    monkeypatch.setattr(configs.BandBackward, "key_shapes",
+                        (*only(alike, number), *backward.key_shapes))
+    monkeypatch.setattr(_launch, "_memo", {})  # programs of the other shapes
+
+
+SHAPES = range(4)  # as many as a table has; beyond its own number a dtype starts again
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", SHAPES)
+@pytest.mark.parametrize("dtype", ["f16", "bf16", "f32"])
+@pytest.mark.parametrize("problem", BANDS, ids=by_name)
+def test_band_shapes(cupy_kind, monkeypatch, problem, dtype, number):
+    """Every way to deal a problem to threads, whatever its size."""
+    take_shapes(monkeypatch, dtype, number)
+    with _select.force("band_"):
+        check(problem, cupy_kind, dtype, row=f"band_{dtype}, shape {number}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", SHAPES)
+@pytest.mark.parametrize("dtype", ["bf16", "f32"])
+def test_band_windows_are_exact_sets(cupy_kind, monkeypatch, dtype, number):
+    """As above, in arrays whose features a band row takes."""
+    take_shapes(monkeypatch, dtype, number)
+    slack = 2 * eps(DTYPES[dtype])
+    for space, options in windows():
+        tokens = math.prod(space)
+        features = -(-tokens // 8) * 8
+        expected = oracle.mask(space, **{"causal" if k == "is_causal" else k: v
+                                         for k, v in options.items()})
+        zero = np.zeros((1, *space, 1, features), DTYPES[dtype])
+        one_hot = np.eye(tokens, features).astype(DTYPES[dtype]).reshape(zero.shape)
+        with _select.force("band_"):
+            y, lse = na(cupy_kind, zero, zero, one_hot, **options)
+            dv = na_bwd(cupy_kind, zero, zero, one_hot, one_hot, **options)[2]
+        y, dv = (x.astype(np.float64).reshape(tokens, features)[:, :tokens] for x in (y, dv))
+        count = expected.sum(1, keepdims=True)
+        assert np.abs(y * count - expected).max() <= slack, (space, options)
+        assert np.abs(np.exp(lse.reshape(-1, 1)) / count - 1).max() <= 1e-6, (space, options)
+        assert ((dv > 0) == expected.T).all(), (space, options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", SHAPES)
+@pytest.mark.parametrize("dtype", ["bf16", "f32"])
+@pytest.mark.parametrize("problem", [p for p in BANDS if p.name in (
+    "published", "shared_windows", "square", "many_keys")], ids=by_name)
+def test_band_rows_keep_out_what_is_not_in_the_window(cupy_kind, monkeypatch, problem, dtype,
+                                                      number):
+    """NaN in one token: exactly the results that depend on it change."""
+    take_shapes(monkeypatch, dtype, number)
+    q, k, v, dy, _ = problem.inputs(dtype)
+    sees = oracle.mask(problem.space, **{key: value for key, value in problem.arguments.items()
+                                         if key != "scale"})
+    tokens = len(sees)
+    options = dict(problem.options, kernel_size=problem.kernel_size)
+
+    def run(arrays):
+        with _select.force("band_"):
+            y, lse = na(cupy_kind, *arrays[:3], **options)
+            return (y, lse, *na_bwd(cupy_kind, *arrays, **options))
+
+    good, token = run((q, k, v, dy)), tokens // 2
+    for at, queries in ((1, sees[:, token]), (2, sees[:, token]), (0, np.arange(tokens) == token),
+                        (3, np.arange(tokens) == token)):
+        poisoned = [x.copy() for x in (q, k, v, dy)]
+        poisoned[at].reshape(problem.batch, tokens, -1)[:, token] = np.nan
+        bad = run(poisoned)
+        keys = sees[queries].any(0)
+        for name, a, b, touched in zip(problem.results, bad, good,
+                                       (queries, queries, queries, keys, keys)):
+            a, b = (x.reshape(problem.batch, tokens, -1) for x in (a, b))
+            identical(a[:, ~touched], b[:, ~touched], what=f"{name}, NaN in argument {at}")
+        seen = bad[2] if at == 3 else bad[0]
+        assert np.isnan(seen.astype(np.float32).reshape(problem.batch, tokens, -1)[:, queries]).any(
+            -1).all()
 
 
 # --- a short run for the sanitizer -----------------------------------------------------------

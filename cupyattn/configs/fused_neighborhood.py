@@ -13,7 +13,7 @@ from .._program import FLOATS, Device, Kernel, Layout, Program, Row, accumulator
 from .._select import choose
 from . import linear, neighborhood
 from . import rope as rotary
-from .linear import Matrix, matrix
+from .linear import Matrix, Product, matrix
 
 WEIGHTS = ("q_weight", "k_weight", "v_weight", "out_weight")
 BIASES = ("q_bias", "k_bias", "v_bias", "out_bias")
@@ -115,14 +115,14 @@ def _rotate(problem: Problem, device: Device, names: tuple[str, str], inverse: b
 
 
 @dataclass(frozen=True)
-class PlainRow(Row):
-    """Every matrix product by the plain kernel, attention by the row it chooses."""
+class Composed(Row):
+    """Every part by the row it chooses from its own table."""
 
     dtype: str
 
     @property
     def name(self) -> str:
-        return f"plain_{self.dtype}"
+        return f"composed_{self.dtype}"
 
     def refuses(self, problem: Problem, device: Device) -> str | None:
         if problem.dtype != self.dtype:
@@ -132,39 +132,48 @@ class PlainRow(Row):
         return None
 
     def kernels(self) -> tuple[Kernel, ...]:
-        return (linear.product_kernel(self.dtype),)
+        """Return the kernels that no part's table has."""
+        return ()
+
+
+def _products(problem: Problem, device: Device, *products: Product, summed: bool = False
+              ) -> Program:
+    return linear.program(
+        linear.Problem(problem.dtype, problem.precision, products, summed), device)
 
 
 @dataclass(frozen=True)
-class PlainForward(PlainRow):
+class ComposedForward(Composed):
     def program(self, problem: Problem, device: Device) -> Program:
         x = matrix("hidden_states", problem.hidden_states)
-        steps = tuple(
+        projections = _products(problem, device, *(
             _project(problem, features(name, layout), x, f"{name}_weight", f"{name}_bias")
             for name, layout in (("q", problem.q_layout), ("k", problem.kv_layout),
-                                 ("v", problem.kv_layout)))
+                                 ("v", problem.kv_layout))))
         attention = problem.attention(backward=False)
         row = choose("neighborhood_fwd", neighborhood.FORWARD, attention, device)
         y = Layout(problem.hidden_states.shape, problem.dtype)
         scratch = {} if problem.return_residuals else {
             name: layout for name, layout in problem.residuals.items() if name != "lse"}
-        return (Program(steps, scratch)
+        return (Program((), scratch)
+                + projections
                 + _rotate(problem, device, ("q", "k"), inverse=False)
                 + row.program(attention, device).renamed({"y": "attn"})
-                + Program((_project(problem, matrix("y", y), features("attn", problem.q_layout),
-                                    "out_weight", "out_bias"),)))
+                + _products(problem, device, _project(
+                    problem, matrix("y", y), features("attn", problem.q_layout), "out_weight",
+                    "out_bias")))
 
 
-def _project(problem: Problem, c: Matrix, x: Matrix, weight: str, bias: str):
+def _project(problem: Problem, c: Matrix, x: Matrix, weight: str, bias: str) -> Product:
     layout = getattr(problem, bias)
-    return linear.product(problem.dtype, c, [(x, matrix(weight, getattr(problem, weight)))],
-                          bias if layout else None, layout.strides[0] if layout else 1)
+    return Product(x, matrix(weight, getattr(problem, weight)), c, bias if layout else None,
+                   layout.strides[0] if layout else 1)
 
 
 @dataclass(frozen=True)
-class PlainBackward(PlainRow):
+class ComposedBackward(Composed):
     def kernels(self) -> tuple[Kernel, ...]:
-        return (linear.product_kernel(self.dtype), linear.column_sum_kernel(self.dtype))
+        return linear.column_sum_kernels(self.dtype)
 
     def program(self, problem: Problem, device: Device) -> Program:
         assert problem.dy is not None
@@ -177,22 +186,22 @@ class PlainBackward(PlainRow):
         d_attn, attn = features("d_attn", q), features("attn", q)
         grads = {"q": features("dq", q), "k": features("dk", kv), "v": features("dv", kv)}
 
-        before = [linear.product(dtype, d_attn, [(dy, weight["out_weight"].T)]),
-                  linear.product(dtype, result["out_weight"], [(dy.T, attn.T)])]
-        after = [linear.product(dtype, result["hidden_states"],
-                                [(g, weight[f"{n}_weight"].T) for n, g in grads.items()])]
-        after += [linear.product(dtype, result[f"{n}_weight"], [(g.T, x.T)])
-                  for n, g in grads.items()]
-        after += [linear.column_sum(dtype, f"d_{n}_bias", g)
-                  for n, g in (*grads.items(), ("out", dy)) if getattr(problem, f"{n}_bias")]
-
         attention = problem.attention(backward=True)
         row = choose("neighborhood_bwd", neighborhood.BACKWARD, attention, device)
-        return (Program(tuple(before), {"d_attn": q, "dq": q, "dk": kv, "dv": kv})
+        return (Program((), {"d_attn": q, "dq": q, "dk": kv, "dv": kv})
+                + _products(problem, device, Product(dy, weight["out_weight"].T, d_attn))
+                + _products(problem, device, Product(dy.T, attn.T, result["out_weight"]))
                 + row.program(attention, device).renamed({"dy": "d_attn", "y": "attn"})
                 + _rotate(problem, device, ("dq", "dk"), inverse=True)
-                + Program(tuple(after)))
+                + _products(problem, device, *(
+                    Product(g, weight[f"{n}_weight"].T, result["hidden_states"])
+                    for n, g in grads.items()), summed=True)
+                + _products(problem, device, *(Product(g.T, x.T, result[f"{n}_weight"])
+                                               for n, g in grads.items()))
+                + linear.column_sums(dtype, [
+                    (g, f"d_{n}_bias") for n, g in (*grads.items(), ("out", dy))
+                    if getattr(problem, f"{n}_bias")], device))
 
 
-FORWARD = tuple(PlainForward(dtype) for dtype in FLOATS)
-BACKWARD = tuple(PlainBackward(dtype) for dtype in FLOATS)
+FORWARD = tuple(ComposedForward(dtype) for dtype in FLOATS)
+BACKWARD = tuple(ComposedBackward(dtype) for dtype in FLOATS)

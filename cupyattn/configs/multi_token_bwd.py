@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from .._program import (CTYPE, FLOATS, ITEMSIZE, Device, Kernel, Layout, Program, Row, Step, cdiv)
+from .._program import (CTYPE, FLOATS, ITEMSIZE, Device, Kernel, Layout, Program, Row, Step, cdiv,
+                        few)
 from .multi_token import ACTIVATIONS, MAX_GRID, Plain, Problem, group_heads, values
 
 _AnyTile = TypeVar("_AnyTile", bound="_Tile")
@@ -117,8 +118,8 @@ class RingBackward(Row):
                            square, 1, (1, 1), "same", "softmax")
 
         common = [problem(heads, kernel, seq)
-                  for heads, kernel, seq in ((self.heads, 3, 16), (self.heads, 3, 15),
-                                             (self.heads, 5, 16))
+                  for heads, kernel, seq in few(self.dtype, (
+                      (self.heads, 3, 16), (self.heads, 3, 15), (self.heads, 5, 16)))
                   if kernel * kernel <= self.taps]
         return (*(self._kernel(one) for one in common),
                 Plain(self.dtype, "softmax", True)._kernel("d_weight"))
@@ -327,7 +328,8 @@ class TileBackward(Row):
         """Return the kernels of a few common problems; others are compiled when they are met."""
         device = Device(0, "", (9, 0), 132, 227 << 10, 50 << 20)
         kernels = []
-        for heads, kernel, seq in ((4, 3, 1024), (4, 3, 1023), (4, 7, 1024), (32, 3, 2048)):
+        sizes = few(self.dtype, ((4, 3, 1024), (4, 3, 1023), (4, 7, 1024), (32, 3, 2048)))
+        for heads, kernel, seq in sizes:
             square = Layout((2, heads, seq, seq), self.dtype)
             problem = Problem(square, Layout((heads, heads, kernel, kernel), self.dtype), None,
                               square, 1, (1, 1), "same", self.activation)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from .._program import CTYPE, FLOATS, Device, Kernel, Layout, Program, Row, Step, cdiv
+from .._program import CTYPE, FLOATS, Device, Kernel, Layout, Program, Row, Step, cdiv, few
 from .multi_token import (ACTIVATIONS, MAX_GRID, Plain, Problem, group_heads, values, vector_of)
 
 
@@ -123,7 +123,7 @@ class RingForward(Row):
     def kernels(self) -> tuple[Kernel, ...]:
         """Return the kernels of a few common problems; others are compiled when they are met."""
         heads = self.heads[1]
-        common = ((heads, 3, 16), (heads, 3, 15), (heads, 5, 16))
+        common = few(self.dtype, ((heads, 3, 16), (heads, 3, 15), (heads, 5, 16)))
         problems = [Problem(Layout((1, n, seq, seq), self.dtype),
                             Layout((n, n, kernel, kernel), self.dtype), None, None, 1,
                             (1, 1), "same", activation)
@@ -243,7 +243,8 @@ class Band(Row):
     def kernels(self) -> tuple[Kernel, ...]:
         """Return the kernels of a few common problems; others are compiled when they are met."""
         meant = [heads for heads in (4, 8, 16, 32) if self.heads // 4 < heads <= self.heads]
-        common = [(heads, 3, 16) for heads in meant] + [(meant[0], 3, 15), (meant[0], 5, 16)]
+        common = few(self.dtype, (*((heads, 3, 16) for heads in meant), (meant[0], 3, 15),
+                                  (meant[0], 5, 16)))
         problems = [Problem(Layout((1, heads, seq, seq), self.dtype),
                             Layout((heads, heads, kernel, kernel), self.dtype), None, None, 1,
                             (1, 1), "same", activation)
@@ -366,8 +367,8 @@ class Strip(Row):
     def kernels(self) -> tuple[Kernel, ...]:
         """Return the kernels of a few common problems; others are compiled when they are met."""
         meant = [heads for heads in (4, 8, 16, 32) if self.heads // 4 <= heads <= self.heads]
-        common = [(heads, 3, 16) for heads in meant] + [(1, 1, 16), (meant[0], 3, 15)]
-        common += [(meant[0], 11, 16)]
+        common = few(self.dtype, (*((heads, 3, 16) for heads in meant), (1, 1, 16),
+                                  (meant[0], 3, 15), (meant[0], 11, 16)))
         problems = [Problem(Layout((1, heads, seq, seq), self.dtype),
                             Layout((heads, heads, kernel, kernel), self.dtype), None, None, 1,
                             (1, 1), "same", activation)
@@ -393,9 +394,12 @@ class Strip(Row):
 # shared memory; a band reads them twice; a strip takes any dilation.
 FORWARD = (
     *(row for dtype in ("bf16", "f16") for row in (
+        RingForward(dtype, 128, 2, least=2, slope=0.0, ahead=False, to_seq=256),
         RingForward(dtype, 256, 2, least=2, slope=0.0, ahead=False, to_seq=512),
-        RingForward(dtype, 256, 3, least=4, slope=1.0, ahead=False, to_seq=2048),
+        RingForward(dtype, 256, 3, least=4, slope=1.0, ahead=False, to_seq=1024),
+        RingForward(dtype, 512, 1, least=4, slope=1.0, ahead=True, to_seq=2048),
         RingForward(dtype, 256, 2, least=4, slope=1.0, ahead=True, heads=(5, 8)),
+        RingForward(dtype, 512, 1, least=4, slope=1.0, ahead=True, heads=(9, 16)),
         Band(dtype, 256, 3, rows=16),
         Band(dtype, 128, 3, rows=8, heads=16),
         Strip(dtype, 4, 32, 128, at_once=2, loads=2, heads=32))),

@@ -83,6 +83,13 @@ struct Pack {
   }
 };
 
+// exp(x) for x <= 0. The error of 2^(x log2 e) grows with x, since the product is rounded: below the
+// rounding of 16-bit weights, but float32 needs the accurate one.
+template <class T>
+__device__ inline float weight_exponential(float x) {
+  return sizeof(T) == 4 ? exponential(x) : exp2f(x * kLog2e);
+}
+
 // Largest number so far and sum of exp(x - largest): the statistics of a softmax in one reading.
 // A NaN, or an infinite largest number, makes the sum NaN; -inf alone leaves largest = -inf.
 struct RunningSoftmax {
@@ -99,9 +106,9 @@ struct RunningSoftmax {
       largest = fmaxf(largest, x[i]);
     }
     const float shift = anchor(largest);
-    sum *= exp2f((before - shift) * kLog2e);
+    sum *= weight_exponential<T>(before - shift);
     for (int i = 0; i < kCount; ++i) {
-      sum += exp2f((x[i] - shift) * kLog2e);
+      sum += weight_exponential<T>(x[i] - shift);
     }
   }
 
@@ -109,7 +116,7 @@ struct RunningSoftmax {
   __device__ void reduce() {
     const float before = largest;
     largest = warp_max(largest);
-    sum = warp_sum(sum * exp2f((before - anchor(largest)) * kLog2e));
+    sum = warp_sum(sum * exponential(before - anchor(largest)));
     if (largest == negative_infinity<float>()) {
       sum = 0 * largest;  // NaN
     }

@@ -36,15 +36,39 @@ struct NeighborhoodParams {
   double scale;
 };
 
-// c[i, j] = bias[j] + sum over products s of sum_k a[s][i, k] * b[s][j, k]
+// For each product s, c[s][i, j] = bias[s][j] + sum_k a[s][i, k] * b[s][j, k]; with `summed` all
+// products add into c[0], which is of size rows[0] x columns[0], with bias[0].
 struct LinearParams {
-  MatrixView a[3], b[3];
-  int64 depth[3];                  // extent of k in each product
-  MatrixView c;
-  void* bias;
-  int64 bias_stride;
-  int64 rows, columns;
-  int products;                    // 1 to 3
+  MatrixView a[4], b[4], c[4];
+  void* bias[4];
+  int64 bias_stride[4];
+  int64 rows[4], columns[4], depth[4];
+  void* partial;                   // first-stage sums, in the accumulator's type
+  int64 share;                     // slices of depth (rows of a, for column sums) in a chunk
+  int products;                    // 1 to 3; matrices of a column sum: 1 to 4
+  int summed;
+  int chunks;                      // pieces of the first-stage sums
+  int group;                       // rows of tiles that neighbouring blocks share
+};
+
+// What the copy engine knows of an array: its address, and the rest as the driver encodes it.
+struct alignas(64) TensorMap {
+  void* address;
+  unsigned long long geometry[15];
+};
+
+// As LinearParams; s < 3.
+struct LinearHopperParams {
+  TensorMap a_map[3], b_map[3];
+  MatrixView a[3], b[3], c[3];
+  void* planes[3];                 // of b, bf16 [3][columns][depth rounded up to 8]
+  void* bias[3];
+  int64 bias_stride[3];
+  void* partial;                   // float [splits][numbers]
+  int64 first[3];                  // in `partial`, the first number of c[s]
+  int64 numbers;                   // of all c
+  int rows[3], columns[3], depth[3];
+  int products, summed, splits;
 };
 
 struct MultiTokenParams {

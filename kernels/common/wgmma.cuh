@@ -1,0 +1,99 @@
+// wgmma.cuh: matrix units by warpgroup (sm_90a): 64 x 128 and 64 x 64 products, B in shared memory.
+//
+// An operand in shared memory is a descriptor of a tile as a tensor map with 128-byte swizzle writes it:
+//   depth inside    [rows][128 bytes of depth];  the next 32 bytes of depth: descriptor + 2
+//   rows inside     [64 rows of each atom][depth][128 bytes of rows], 16-bit only;  the next 16 of
+//                   depth: descriptor + 128
+// A may come from registers. For lane 4 g + q of warp w, a0 is row 16 w + g, depth 2 q and 2 q + 1; a1
+// is row + 8; a2 and a3 are depth + 8. Accumulator d[r] is row 16 w + g + 8 (r / 2 % 2), column
+// 8 (r / 4) + 2 q + r % 2.
+//
+// From `warpgroup_arrive` to the `warpgroup_wait` that ends a product nothing may touch its
+// registers; `hold` keeps the compiler from moving them.
+#pragma once
+
+#include "common/types.cuh"
+
+// `atom`: bytes from one atom of 64 rows to the next, where rows are inside.
+__device__ inline unsigned long long tile_descriptor(unsigned address, unsigned atom) {
+  return (unsigned long long)(address & 0x3ffffu) >> 4 | (unsigned long long)(atom >> 4) << 16 |
+         64ull << 32 | 1ull << 62;
+}
+
+__device__ inline void warpgroup_arrive() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ inline void warpgroup_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+template <int kPending>
+__device__ inline void warpgroup_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+template <int kCount>
+__device__ inline void hold(float (&d)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    asm volatile("" : "+f"(d[i])::"memory");
+  }
+}
+
+// The accumulator of an instruction, operands 0 to 31 (64 x 64) or 0 to 63 (64 x 128).
+#define CUPYATTN_D64 \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
+  "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}"
+#define CUPYATTN_D128 \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
+  "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, " \
+  "%38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, " \
+  "%56, %57, %58, %59, %60, %61, %62, %63}"
+#define CUPYATTN_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define CUPYATTN_16(d, i) \
+  CUPYATTN_4(d, i), CUPYATTN_4(d, i + 4), CUPYATTN_4(d, i + 8), CUPYATTN_4(d, i + 12)
+#define CUPYATTN_OUT64(d) CUPYATTN_16(d, 0), CUPYATTN_16(d, 16)
+#define CUPYATTN_OUT128(d) CUPYATTN_OUT64(d), CUPYATTN_16(d, 32), CUPYATTN_16(d, 48)
+
+// N: columns; A, B, ADD: the operands after the accumulator's.
+#define CUPYATTN_SHARED(N, KIND, MAJORS, A, B, ADD, ...) \
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, " ADD ", 0; " \
+               "wgmma.mma_async.sync.aligned.m64n" #N KIND " " CUPYATTN_D##N ", " A ", " B \
+               ", p, 1, 1" MAJORS "; }" \
+               : CUPYATTN_OUT##N(d) : "l"(a), "l"(b), "r"(add) __VA_ARGS__)
+#define CUPYATTN_REGISTERS(N, KIND, A, B, ADD) \
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, " ADD ", 0; " \
+               "wgmma.mma_async.sync.aligned.m64n" #N KIND " " CUPYATTN_D##N ", " A ", " B \
+               ", p, 1, 1, 0; }" \
+               : CUPYATTN_OUT##N(d) \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add))
+#define CUPYATTN_COMMA ,
+
+template <class T>
+constexpr bool kIsBfloat = false;
+template <>
+constexpr bool kIsBfloat<bf16> = true;
+
+// d (+)= a b^T, 64 x 128, over 32 bytes of depth; `add` 0 starts a sum. kRowsA, kRowsB: whether rows
+// are inside. float means TF32.
+template <class T, int kRowsA, int kRowsB>
+__device__ inline void multiply(float (&d)[64], unsigned long long a, unsigned long long b,
+                                int add) {
+  if constexpr (sizeof(T) == 4) {
+    static_assert(kRowsA + kRowsB == 0, "TF32 operands have depth inside");
+    CUPYATTN_SHARED(128, "k8.f32.tf32.tf32", "", "%64", "%65", "%66");
+  } else if constexpr (kIsBfloat<T>) {
+    CUPYATTN_SHARED(128, "k16.f32.bf16.bf16", ", %67, %68", "%64", "%65", "%66",
+                    CUPYATTN_COMMA "n"(kRowsA) CUPYATTN_COMMA "n"(kRowsB));
+  } else {
+    CUPYATTN_SHARED(128, "k16.f32.f16.f16", ", %67, %68", "%64", "%65", "%66",
+                    CUPYATTN_COMMA "n"(kRowsA) CUPYATTN_COMMA "n"(kRowsB));
+  }
+}
+// bf16, a from registers, depth inside; 64 x 128 or 64 x 64.
+__device__ inline void multiply(float (&d)[64], const unsigned (&a)[4], unsigned long long b,
+                                int add) {
+  CUPYATTN_REGISTERS(128, "k16.f32.bf16.bf16", "{%64, %65, %66, %67}", "%68", "%69");
+}
+__device__ inline void multiply(float (&d)[32], const unsigned (&a)[4], unsigned long long b,
+                                int add) {
+  CUPYATTN_REGISTERS(64, "k16.f32.bf16.bf16", "{%32, %33, %34, %35}", "%36", "%37");
+}
