@@ -40,10 +40,10 @@ STRUCTS: dict[str, np.dtype] = {
         ("partial", "u8"), ("share", "i8"), ("products", "i4"), ("summed", "i4"),
         ("chunks", "i4"), ("group", "i4")),
     "LinearHopperParams": _struct(
-        ("a_map", TENSOR_MAP, 3), ("b_map", TENSOR_MAP, 3), ("a", MATRIX_VIEW, 3),
-        ("b", MATRIX_VIEW, 3), ("c", MATRIX_VIEW, 3), ("planes", "u8", 3), ("bias", "u8", 3),
-        ("bias_stride", "i8", 3), ("partial", "u8"), ("first", "i8", 3), ("numbers", "i8"),
-        ("rows", "i4", 3), ("columns", "i4", 3), ("depth", "i4", 3), ("products", "i4"),
+        ("a_map", TENSOR_MAP, 4), ("b_map", TENSOR_MAP, 4), ("a", MATRIX_VIEW, 4),
+        ("b", MATRIX_VIEW, 4), ("c", MATRIX_VIEW, 4), ("planes", "u8", 4), ("bias", "u8", 4),
+        ("bias_stride", "i8", 4), ("partial", "u8"), ("first", "i8", 4), ("numbers", "i8"),
+        ("rows", "i4", 4), ("columns", "i4", 4), ("depth", "i4", 4), ("products", "i4"),
         ("summed", "i4"), ("splits", "i4"), align=64),
     "MultiTokenParams": _struct(
         *((name, "u8") for name in ("scores", "weight", "bias", "y", "dy", "d_scores",

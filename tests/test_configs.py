@@ -35,6 +35,8 @@ KNOWN_SPILLS = {
 def report(kernel: Kernel, target: str) -> tuple[int, int, int]:
     """Compile; return (registers, bytes of spills, bytes of static shared memory)."""
     _, log = _jit.compile_cubin(kernel, target)
+    if "serialized" in log:  # warpgroup products that wait for one another, by ptxas' remark
+        raise KernelError(log)
     spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", log))
     shared = re.search(r"(\d+) bytes smem", log)
     return (int(re.search(r"Used (\d+) registers", log)[1]), spills,

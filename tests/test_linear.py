@@ -9,8 +9,8 @@ from kinds import DTYPES, mk
 from tolerance import agree, identical
 
 from cupyattn import _device, _launch, _select
-from cupyattn._program import Device, Program, cdiv
-from cupyattn.configs import linear
+from cupyattn._program import ITEMSIZE, Device, Program, cdiv
+from cupyattn.configs import linear, linear_hopper
 from cupyattn.configs.linear import TABLE, Matrix, Problem, Product
 from cupyattn.configs.linear_mma import ROWS as MMA
 
@@ -179,6 +179,69 @@ def test_values_of_a_problem():
     assert (numbers["rows.2"], numbers["columns.2"], numbers["depth.2"]) == (256, 512, 512)
 
 
+def gradient(dtype, tokens, hidden):
+    """d_weight of four weights, of which three meet one array."""
+    x, y = dense("x", tokens, hidden), dense("y", tokens, hidden)
+    return Problem(dtype, "fp32", tuple(
+        Product(dense(f"g{i}", tokens, hidden).T, (x if i < 3 else y).T,
+                dense(f"d{i}", hidden, hidden)) for i in range(4)))
+
+
+@pytest.mark.parametrize("dtype, precision, name", [
+    ("f32", "fp32", "hopper_fp32"), ("f32", "tf32", "hopper_tf32"), ("bf16", "fp32", "hopper_bf16"),
+    ("f16", "fp32", "hopper_f16"), ("f64", "fp32", "plain_f64")])
+def test_hopper_does_large_products(dtype, precision, name):
+    assert chosen(projections(dtype, 4096, precision=precision), H200).name == name
+    if name != "plain_f64":
+        assert not chosen(projections(dtype, 64, precision=precision), H200).name.startswith("hop")
+
+
+@pytest.mark.parametrize("dtype, precision", [("f32", "fp32"), ("f32", "tf32"), ("bf16", "fp32")])
+@pytest.mark.parametrize("size", [(1024, 512), (8192, 512), (16384, 768), (4096, 1024)])
+def test_hopper_steps_fit_the_device(dtype, precision, size):
+    for problem in (projections(dtype, *size, precision=precision), gradient(dtype, *size)):
+        row = next(r for r in linear_hopper.ROWS if r.refuses(problem, H200) is None)
+        program = row.program(problem, H200)
+        for step in program.steps:
+            assert step.shared <= H200.shared_memory
+            for path, box in step.maps.items():
+                assert f"{path}.address" in step.buffers
+                assert all(stride % 16 == 0 for stride in box.strides)
+                assert max(box.box) <= 256 and box.box[0] * ITEMSIZE.get(box.dtype, 4) == 128
+        # every number of every c belongs to one split of one tile
+        plan = row.plan(problem, H200)
+        assert plan.splits == 1 or sum(p.a.rows * p.b.rows for p in problem.results) == (
+            program.steps[-1].values["numbers"])
+
+
+def test_what_hopper_refuses_warps_do():
+    for problem in (projections("bf16", 4096, 508),
+                    with_matrix(projections("bf16", 4096), "a", align=8)):
+        assert not chosen(problem, H200).name.startswith("hopper")
+    mixed = projections("bf16", 4096)
+    mixed = replace(mixed, products=(gradient("bf16", 4096, 512).products[0], *mixed.products[1:]))
+    reasons = [reason for row, reason in _select.refusals(TABLE, mixed, H200)
+               if row.name == "hopper_bf16"]
+    assert reasons == ["the a of some products have rows inside, of others depth"]
+
+
+def test_planes_are_made_once_and_first():
+    """Of each operand b, whatever product it is in; four operands a launch."""
+    (row,) = (r for r in linear_hopper.ROWS if r.name == "hopper_fp32")
+    program = Program(())
+    for problem in (projections("f32", 4096), gradient("f32", 4096, 512), projections("f32", 4096)):
+        program += row.program(problem, H200)
+    assert [s.kernel.function for s in program.steps].count("linear_planes") == 3
+    joined = linear_hopper.planes_first(program)
+    functions = [s.kernel.function for s in joined.steps]
+    assert functions[:2] == ["linear_planes"] * 2 and "linear_planes" not in functions[2:]
+    made = [s.buffers[f"planes.{i}"] for s in joined.steps[:2] for i in range(s.grid[1])]
+    assert len(made) == len(set(made)) == 5  # three weights, x and y transposed
+    used = {s.buffers[path] for s in joined.steps[2:] for path in s.buffers if "b_map" in path}
+    assert used == set(made) <= set(joined.scratch)
+    assert linear_hopper.planes_first(Program(())) == Program(())
+
+
 # --- on the GPU ------------------------------------------------------------------------------
 
 
@@ -319,7 +382,7 @@ def test_layouts_and_odd_sizes(cupy_kind, row, along):
 @pytest.mark.gpu
 @each_row()
 def test_products_of_one_launch(cupy_kind, row):
-    for sizes, bias in (([(70, 64, 96), (70, 48, 96), (70, 136, 96)], True),
+    for sizes, bias in (([(70, 64, 96), (70, 48, 96), (70, 136, 96), (24, 8, 32)], True),
                         ([(40, 24, 64), (130, 8, 320)], False)):
         problem, memory, total = build(cupy_kind, row.dtype, sizes, bias=bias,
                                        precision=precision_of(row))

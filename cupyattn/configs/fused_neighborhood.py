@@ -14,6 +14,7 @@ from .._select import choose
 from . import linear, neighborhood
 from . import rope as rotary
 from .linear import Matrix, Product, matrix
+from .linear_hopper import planes_first
 
 WEIGHTS = ("q_weight", "k_weight", "v_weight", "out_weight")
 BIASES = ("q_bias", "k_bias", "v_bias", "out_bias")
@@ -155,13 +156,14 @@ class ComposedForward(Composed):
         y = Layout(problem.hidden_states.shape, problem.dtype)
         scratch = {} if problem.return_residuals else {
             name: layout for name, layout in problem.residuals.items() if name != "lse"}
-        return (Program((), scratch)
-                + projections
-                + _rotate(problem, device, ("q", "k"), inverse=False)
-                + row.program(attention, device).renamed({"y": "attn"})
-                + _products(problem, device, _project(
-                    problem, matrix("y", y), features("attn", problem.q_layout), "out_weight",
-                    "out_bias")))
+        return planes_first(
+            Program((), scratch)
+            + projections
+            + _rotate(problem, device, ("q", "k"), inverse=False)
+            + row.program(attention, device).renamed({"y": "attn"})
+            + _products(problem, device, _project(
+                problem, matrix("y", y), features("attn", problem.q_layout), "out_weight",
+                "out_bias")))
 
 
 def _project(problem: Problem, c: Matrix, x: Matrix, weight: str, bias: str) -> Product:
@@ -188,19 +190,20 @@ class ComposedBackward(Composed):
 
         attention = problem.attention(backward=True)
         row = choose("neighborhood_bwd", neighborhood.BACKWARD, attention, device)
-        return (Program((), {"d_attn": q, "dq": q, "dk": kv, "dv": kv})
-                + _products(problem, device, Product(dy, weight["out_weight"].T, d_attn))
-                + _products(problem, device, Product(dy.T, attn.T, result["out_weight"]))
-                + row.program(attention, device).renamed({"dy": "d_attn", "y": "attn"})
-                + _rotate(problem, device, ("dq", "dk"), inverse=True)
-                + _products(problem, device, *(
-                    Product(g, weight[f"{n}_weight"].T, result["hidden_states"])
-                    for n, g in grads.items()), summed=True)
-                + _products(problem, device, *(Product(g.T, x.T, result[f"{n}_weight"])
-                                               for n, g in grads.items()))
-                + linear.column_sums(dtype, [
-                    (g, f"d_{n}_bias") for n, g in (*grads.items(), ("out", dy))
-                    if getattr(problem, f"{n}_bias")], device))
+        return planes_first(
+            Program((), {"d_attn": q, "dq": q, "dk": kv, "dv": kv})
+            + _products(problem, device, Product(dy, weight["out_weight"].T, d_attn))
+            + row.program(attention, device).renamed({"dy": "d_attn", "y": "attn"})
+            + _rotate(problem, device, ("dq", "dk"), inverse=True)
+            + _products(problem, device, *(
+                Product(g, weight[f"{n}_weight"].T, result["hidden_states"])
+                for n, g in grads.items()), summed=True)
+            + _products(problem, device, *(
+                Product(g.T, x.T, result[f"{n}_weight"]) for n, g in grads.items()),
+                Product(dy.T, attn.T, result["out_weight"]))
+            + linear.column_sums(dtype, [
+                (g, f"d_{n}_bias") for n, g in (*grads.items(), ("out", dy))
+                if getattr(problem, f"{n}_bias")], device))
 
 
 FORWARD = tuple(ComposedForward(dtype) for dtype in FLOATS)

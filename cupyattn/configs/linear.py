@@ -1,6 +1,6 @@
 """Matrix products and column sums: every projection of the fused module and every gradient.
 
-A `Problem` is one to three products that share a launch. The first row of `TABLE` that does not
+A `Problem` is one to four products that share a launch. The first row of `TABLE` that does not
 refuse it does it.
 """
 

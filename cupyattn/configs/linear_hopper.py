@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 from .._program import (CTYPE, ITEMSIZE, Device, Kernel, Layout, Program, Row, Step, TensorMap,
@@ -213,6 +213,35 @@ def _inside(x: Matrix, dtype: str) -> bool:
     stride = x.row_stride if x.column_stride == 1 else x.column_stride
     return (1 in (x.column_stride, x.row_stride) and stride > 0
             and stride * ITEMSIZE[dtype] % 16 == 0 and x.align % 16 == 0)
+
+
+def planes_first(program: Program) -> Program:
+    """Return a program that makes all planes at its start, up to four matrices a launch.
+
+    That is right where they are made of inputs, as those of weights are, and not of results.
+    """
+    steps = [step for step in program.steps if step.kernel.function == "linear_planes"]
+    if len(steps) < 2:
+        return program
+    matrices = {}  # by the name of their planes: what the parameters say of each
+    for step in steps:
+        for s in range(step.grid[1]):
+            name = step.buffers[f"planes.{s}"]
+            fields = {path: step.values[path.format(s)]
+                      for path in ("b.{}.row", "b.{}.column", "columns.{}", "depth.{}")}
+            matrices[name] = (step.grid[0], fields, step.buffers[f"b.{s}.data"])
+    joined, left = [], list(matrices.items())
+    while left:
+        now, left = left[:4], left[4:]
+        numbers: dict[str, object] = {"products": len(now)}
+        buffers: dict[str, str] = {}
+        for s, (name, (_, fields, data)) in enumerate(now):
+            numbers |= {path.format(s): value for path, value in fields.items()}
+            buffers |= {f"b.{s}.data": data, f"planes.{s}": name}
+        tiles = max(tiles for _, (tiles, _, _) in now)
+        joined.append(replace(steps[0], grid=(tiles, len(now), 1), values=numbers, buffers=buffers))
+    others = [step for step in program.steps if step.kernel.function != "linear_planes"]
+    return Program((*joined, *others), program.scratch)
 
 
 def _planes_name(b: Matrix) -> str:

@@ -1,4 +1,4 @@
-"""Matrix products: what one to three products that share a launch are, whichever row does them."""
+"""Matrix products: what one to four products that share a launch are, whichever row does them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Problem:
-    """One to three products; `summed`: all add into the first one's c, with its bias.
+    """One to four products; `summed`: all add into the first one's c, with its bias.
 
     `precision` ("fp32" or "tf32") concerns float32.
     """

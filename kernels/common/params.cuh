@@ -45,7 +45,7 @@ struct LinearParams {
   int64 rows[4], columns[4], depth[4];
   void* partial;                   // first-stage sums, in the accumulator's type
   int64 share;                     // slices of depth (rows of a, for column sums) in a chunk
-  int products;                    // 1 to 3; matrices of a column sum: 1 to 4
+  int products;                    // or matrices of a column sum: 1 to 4
   int summed;
   int chunks;                      // pieces of the first-stage sums
   int group;                       // rows of tiles that neighbouring blocks share
@@ -57,17 +57,17 @@ struct alignas(64) TensorMap {
   unsigned long long geometry[15];
 };
 
-// As LinearParams; s < 3.
+// As LinearParams.
 struct LinearHopperParams {
-  TensorMap a_map[3], b_map[3];
-  MatrixView a[3], b[3], c[3];
-  void* planes[3];                 // of b, bf16 [3][columns][depth rounded up to 8]
-  void* bias[3];
-  int64 bias_stride[3];
+  TensorMap a_map[4], b_map[4];
+  MatrixView a[4], b[4], c[4];
+  void* planes[4];                 // of b, bf16 [3][columns][depth rounded up to 8]
+  void* bias[4];
+  int64 bias_stride[4];
   void* partial;                   // float [splits][numbers]
-  int64 first[3];                  // in `partial`, the first number of c[s]
+  int64 first[4];                  // in `partial`, the first number of c[s]
   int64 numbers;                   // of all c
-  int rows[3], columns[3], depth[3];
+  int rows[4], columns[4], depth[4];
   int products, summed, splits;
 };
 
