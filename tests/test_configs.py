@@ -31,7 +31,7 @@ KNOWN_SPILLS = {
     "sm_90": {"multi_token_fwd__ring_": 44},
     "sm_100": {"linear__mma_": 56, "multi_token_fwd__ring_": 40, "multi_token_bwd__ring_": 8,
                "multi_token_bwd__tile_": 8},
-    "sm_120": {"linear__mma_": 216, "multi_token_fwd__band_": 24, "multi_token_fwd__ring_": 164,
+    "sm_120": {"linear__mma_": 216, "multi_token_fwd__band_": 24, "multi_token_fwd__ring_": 76,
                "multi_token_bwd__ring_": 24, "multi_token_bwd__tile_": 24},
 }
 
