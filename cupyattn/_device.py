@@ -82,7 +82,8 @@ def encode(tensor_map: TensorMap) -> tuple[int, ...]:
     rank = len(tensor_map.extents)
     arrays = [(ctypes.c_ulonglong * rank)(*tensor_map.extents),
               (ctypes.c_ulonglong * rank)(*tensor_map.strides),
-              (ctypes.c_uint * rank)(*tensor_map.box), (ctypes.c_uint * rank)(*(1,) * rank)]
+              (ctypes.c_uint * rank)(*tensor_map.box),
+              (ctypes.c_uint * rank)(*(tensor_map.steps or (1,) * rank))]
     swizzle, promotion = 3, 2  # 128 bytes both
     driver = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
     error = driver.cuTensorMapEncodeTiled(

@@ -23,17 +23,22 @@ def _struct(*fields, align: int = 8) -> np.dtype:
 TOKEN_VIEW = _struct(("data", "u8"), ("batch", "i8"), ("space", "i8", 3), ("head", "i8"))
 MATRIX_VIEW = _struct(("data", "u8"), ("row", "i8"), ("column", "i8"))
 TENSOR_MAP = _struct(("address", "u8"), ("geometry", "u8", 15), align=64)
+NEIGHBORHOOD = _struct(
+    *((name, TOKEN_VIEW) for name in
+      ("q", "k", "v", "y", "lse", "dy", "dlse", "delta", "dq", "dk", "dv")),
+    ("batch", "i8"), ("space", "i4", 3), ("heads", "i4"), ("kv_heads", "i4"),
+    ("head_dim", "i4"), ("value_dim", "i4"), ("window", "i4", 3), ("dilation", "i4", 3),
+    ("stride", "i4", 3), ("causal", "i4", 3), ("clip", "i4"), ("scale", "f8"))
 
 STRUCTS: dict[str, np.dtype] = {
     "TokenView": TOKEN_VIEW,
     "MatrixView": MATRIX_VIEW,
     "TensorMap": TENSOR_MAP,
-    "NeighborhoodParams": _struct(
-        *((name, TOKEN_VIEW) for name in
-          ("q", "k", "v", "y", "lse", "dy", "dlse", "delta", "dq", "dk", "dv")),
-        ("batch", "i8"), ("space", "i4", 3), ("heads", "i4"), ("kv_heads", "i4"),
-        ("head_dim", "i4"), ("value_dim", "i4"), ("window", "i4", 3), ("dilation", "i4", 3),
-        ("stride", "i4", 3), ("causal", "i4", 3), ("clip", "i4"), ("scale", "f8")),
+    "NeighborhoodParams": NEIGHBORHOOD,
+    "NeighborhoodHopperParams": _struct(
+        ("q_map", TENSOR_MAP), ("k_map", TENSOR_MAP), ("v_map", TENSOR_MAP), ("na", NEIGHBORHOOD),
+        ("tiles", "i4", 3), ("q_heads_first", "i4"), ("k_heads_first", "i4"),
+        ("v_heads_first", "i4"), ("folded", "i4"), align=64),
     "LinearParams": _struct(
         ("a", MATRIX_VIEW, 4), ("b", MATRIX_VIEW, 4), ("c", MATRIX_VIEW, 4), ("bias", "u8", 4),
         ("bias_stride", "i8", 4), ("rows", "i8", 4), ("columns", "i8", 4), ("depth", "i8", 4),

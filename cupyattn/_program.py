@@ -131,13 +131,15 @@ class TensorMap:
 
     Innermost axis first. `strides` are bytes, of the axes from the second on, multiples of 16; the
     address must be one too. `dtype` may be "tf32": float32 rounded to it on the way. A row of a
-    box takes 128 bytes, and its sixteenths are swizzled.
+    box takes 128 bytes, and its sixteenths are swizzled. Along an axis every so many elements are
+    taken of a box (`steps`, none unless given).
     """
 
     dtype: str
     extents: tuple[int, ...]
     strides: tuple[int, ...]
     box: tuple[int, ...]
+    steps: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

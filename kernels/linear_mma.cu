@@ -386,21 +386,6 @@ __device__ inline void accumulate(const LinearParams& p, const Work<Config>& wor
   }
 }
 
-// Exchange words in the four lanes of one g: lane q's word t becomes lane t's word q.
-__device__ inline void transpose_quad(unsigned (&w)[4]) {
-  const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
-#pragma unroll
-  for (int n = 0; n < 4; n += 2) {
-    const unsigned got = __shfl_xor_sync(0xffffffffu, odd ? w[n] : w[n + 1], 1);
-    (odd ? w[n] : w[n + 1]) = got;
-  }
-#pragma unroll
-  for (int n = 0; n < 2; ++n) {
-    const unsigned got = __shfl_xor_sync(0xffffffffu, high ? w[n] : w[n + 2], 2);
-    (high ? w[n] : w[n + 2]) = got;
-  }
-}
-
 // Where sums of chunks are: product after product [chunk][row][columns, rounded up to 8].
 __device__ inline int64 partial_line(const LinearParams& p, int r) {
   return (p.columns[r] + 7) / 8 * 8;

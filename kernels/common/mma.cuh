@@ -106,3 +106,18 @@ __device__ inline void multiply<bf16>(float (&c)[4], unsigned a0, unsigned a1, u
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a0), "r"(a1), "r"(b0));
 }
+
+// Exchange words in the four lanes of one g: lane q's word t becomes lane t's word q.
+__device__ inline void transpose_quad(unsigned (&w)[4]) {
+  const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
+#pragma unroll
+  for (int n = 0; n < 4; n += 2) {
+    const unsigned got = __shfl_xor_sync(0xffffffffu, odd ? w[n] : w[n + 1], 1);
+    (odd ? w[n] : w[n + 1]) = got;
+  }
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+    const unsigned got = __shfl_xor_sync(0xffffffffu, high ? w[n] : w[n + 2], 2);
+    (high ? w[n] : w[n + 2]) = got;
+  }
+}

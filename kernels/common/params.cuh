@@ -71,6 +71,14 @@ struct LinearHopperParams {
   int products, summed, splits;
 };
 
+struct NeighborhoodHopperParams {
+  TensorMap q_map, k_map, v_map;   // (features, last axis, middle, first, batch or batch and heads)
+  NeighborhoodParams na;
+  int tiles[3];                    // query boxes along each axis of the longest dilation group
+  int q_heads_first, k_heads_first, v_heads_first;  // 1: heads are counted with the batch
+  int folded;                      // 1: (features, position in the group, group, 1, batch)
+};
+
 struct MultiTokenParams {
   void *scores, *weight, *bias, *y;
   void *dy, *d_scores, *d_weight, *d_bias;

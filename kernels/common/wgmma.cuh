@@ -59,10 +59,10 @@ __device__ inline void hold(float (&d)[kCount]) {
                "wgmma.mma_async.sync.aligned.m64n" #N KIND " " CUPYATTN_D##N ", " A ", " B \
                ", p, 1, 1" MAJORS "; }" \
                : CUPYATTN_OUT##N(d) : "l"(a), "l"(b), "r"(add) __VA_ARGS__)
-#define CUPYATTN_REGISTERS(N, KIND, A, B, ADD) \
+#define CUPYATTN_REGISTERS(N, KIND, A, B, ADD, ROWS) \
   asm volatile("{ .reg .pred p; setp.ne.b32 p, " ADD ", 0; " \
                "wgmma.mma_async.sync.aligned.m64n" #N KIND " " CUPYATTN_D##N ", " A ", " B \
-               ", p, 1, 1, 0; }" \
+               ", p, 1, 1, " ROWS "; }" \
                : CUPYATTN_OUT##N(d) \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add))
 #define CUPYATTN_COMMA ,
@@ -91,9 +91,29 @@ __device__ inline void multiply(float (&d)[64], unsigned long long a, unsigned l
 // bf16, a from registers, depth inside; 64 x 128 or 64 x 64.
 __device__ inline void multiply(float (&d)[64], const unsigned (&a)[4], unsigned long long b,
                                 int add) {
-  CUPYATTN_REGISTERS(128, "k16.f32.bf16.bf16", "{%64, %65, %66, %67}", "%68", "%69");
+  CUPYATTN_REGISTERS(128, "k16.f32.bf16.bf16", "{%64, %65, %66, %67}", "%68", "%69", "0");
 }
 __device__ inline void multiply(float (&d)[32], const unsigned (&a)[4], unsigned long long b,
                                 int add) {
-  CUPYATTN_REGISTERS(64, "k16.f32.bf16.bf16", "{%32, %33, %34, %35}", "%36", "%37");
+  CUPYATTN_REGISTERS(64, "k16.f32.bf16.bf16", "{%32, %33, %34, %35}", "%36", "%37", "0");
+}
+// a from registers, rows of b inside (columns of the product are neighbours in memory); 64 x 128 or
+// 64 x 64.
+template <class T>
+__device__ inline void multiply_rows(float (&d)[64], const unsigned (&a)[4], unsigned long long b,
+                                     int add) {
+  if constexpr (kIsBfloat<T>) {
+    CUPYATTN_REGISTERS(128, "k16.f32.bf16.bf16", "{%64, %65, %66, %67}", "%68", "%69", "1");
+  } else {
+    CUPYATTN_REGISTERS(128, "k16.f32.f16.f16", "{%64, %65, %66, %67}", "%68", "%69", "1");
+  }
+}
+template <class T>
+__device__ inline void multiply_rows(float (&d)[32], const unsigned (&a)[4], unsigned long long b,
+                                     int add) {
+  if constexpr (kIsBfloat<T>) {
+    CUPYATTN_REGISTERS(64, "k16.f32.bf16.bf16", "{%32, %33, %34, %35}", "%36", "%37", "1");
+  } else {
+    CUPYATTN_REGISTERS(64, "k16.f32.f16.f16", "{%32, %33, %34, %35}", "%36", "%37", "1");
+  }
 }
