@@ -7,14 +7,14 @@
 // Grid      x: query boxes of a dilation group, last axis fastest; then groups, heads, batch: blocks that
 //           run together have neighbouring queries of one head, whose keys are in L2
 // Block     one warpgroup whose first thread asks for boxes, two that own 64 queries each
-// Tile map  128 queries, a box of kQuery[3] positions; 128 keys, a box of kKey[3] positions. The first key
+// Tile map  128 queries, a box of kQuery[3] positions; keys in boxes of kKey[3], 96 to 160 in all. The first key
 //           box starts where the windows of the query box start, whatever the coordinate, the others
 //           follow until the windows end. A box of positions of a dilation group is a strided box of
 //           tokens, which the copy engine takes: nothing is permuted
 //
-//                 keys 128          shared memory: q, and kStages of k and of v, each in blocks of
-//               +---------+         64 features: [kDim / 64][128][128 bytes], swizzled
-//    queries 64 | s, p    |         registers of a warpgroup: s 64 x 128, o 64 x kDim, p as 16-bit
+//                 keys              shared memory: q, and kStages of k and of v, each in blocks of
+//               +---------+         64 features: [kDim / 64][positions][128 bytes], swizzled
+//    queries 64 | s, p    |         registers of a warpgroup: s 64 x keys, o 64 x kDim, p as 16-bit
 //               +---------+
 //
 // Pipeline  producer  empty -> ask for k, v -> full
@@ -36,14 +36,16 @@
 
 template <class Config>
 struct HopperTile {
-  static constexpr int kRows = 128, kKeys = 128, kBlocks = Config::kDim / 64;  // of 64 features
-  static constexpr int kBytes = 128 * Config::kDim * 2;                        // of q, of a k, of a v
+  static constexpr int kRows = 128;
+  static constexpr int kKeys = Config::kKeyT * Config::kKeyH * Config::kKeyW;
+  static constexpr int kQueryBytes = kRows * Config::kDim * 2;
+  static constexpr int kKeyBytes = kKeys * Config::kDim * 2;  // of a k, of a v
   static_assert(Config::kQueryT * Config::kQueryH * Config::kQueryW == kRows, "128 queries");
-  static_assert(Config::kKeyT * Config::kKeyH * Config::kKeyW == kKeys, "128 keys");
+  static_assert(kKeys % 16 == 0, "whole products of weights and values");
   static_assert(Config::kKeyW % 8 == 0, "8 neighbouring columns are neighbours on the last axis");
 };
 
-// Where a block works. Uniform in the block.
+// Where a block works. Uniform in the block, and kept in shared memory to save registers.
 template <class Config>
 struct HopperPlace {
   int64 batch;
@@ -55,7 +57,7 @@ struct HopperPlace {
   int low[3], high[3]; // positions that every query of the box sees
   bool exists;
 
-  __device__ explicit HopperPlace(const NeighborhoodHopperParams& hp) {
+  __device__ void set(const NeighborhoodHopperParams& hp) {
     const NeighborhoodParams& p = hp.na;
     const int query_box[3] = {Config::kQueryT, Config::kQueryH, Config::kQueryW};
     const int key_box[3] = {Config::kKeyT, Config::kKeyH, Config::kKeyW};
@@ -107,13 +109,12 @@ struct KeyWalk {
 
   __device__ void next() {
     const int step[3] = {Config::kKeyT, Config::kKeyH, Config::kKeyW};
+    bool carry = true;
 #pragma unroll
-    for (int a = 2; a >= 0; --a) {
-      at[a] += step[a];
-      if (at[a] < place.first[a] + place.boxes[a] * step[a] || a == 0) {
-        return;
-      }
-      at[a] = place.first[a];
+    for (int a = 2; a >= 3 - Config::kAxes; --a) {
+      at[a] += carry ? step[a] : 0;
+      carry = carry && a > 3 - Config::kAxes && at[a] >= place.first[a] + place.boxes[a] * step[a];
+      at[a] = carry ? place.first[a] : at[a];
     }
   }
 
@@ -122,7 +123,7 @@ struct KeyWalk {
     const int step[3] = {Config::kKeyT, Config::kKeyH, Config::kKeyW};
     bool inside = true;
 #pragma unroll
-    for (int a = 0; a < 3; ++a) {
+    for (int a = 3 - Config::kAxes; a < 3; ++a) {
       inside = inside && at[a] >= place.low[a] && at[a] + step[a] <= place.high[a];
     }
     return inside;
@@ -130,7 +131,7 @@ struct KeyWalk {
 };
 
 // A box of positions of a head: kDim / 64 blocks of 64 features.
-template <class Config>
+template <class Config, int kPositions>
 __device__ inline void load_positions(const NeighborhoodHopperParams& hp, const TensorMap& map,
                                       const HopperPlace<Config>& place, int head, int heads,
                                       bool heads_first, const int (&at)[3], unsigned to,
@@ -142,7 +143,7 @@ __device__ inline void load_positions(const NeighborhoodHopperParams& hp, const 
   const int middle = hp.folded ? place.group[2] : place.group[1] + at[1] * p.dilation[1];
 #pragma unroll
   for (int block = 0; block < Config::kDim / 64; ++block) {
-    load_box(to + block * (128 * 128), map, full, x + block * 64, last, middle,
+    load_box(to + block * (kPositions * 128), map, full, x + block * 64, last, middle,
              place.group[0] + at[0] * p.dilation[0], outer);
   }
 }
@@ -151,25 +152,26 @@ template <class Config>
 __device__ void neighborhood_hopper(const NeighborhoodHopperParams& hp) {
   using T = typename Config::T;
   using Tile = HopperTile<Config>;
-  constexpr int kStages = Config::kStages, kBlocks = Tile::kBlocks, kDim = Config::kDim;
+  constexpr int kStages = Config::kStages, kDim = Config::kDim, kKeys = Tile::kKeys;
   static_assert(Config::kThreads == 384, "three warpgroups");
+  static_assert(sizeof(HopperPlace<Config>) == 104, "_PLACE in configs/neighborhood_hopper.py");
   const NeighborhoodParams& p = hp.na;
   extern __shared__ unsigned char memory[];
   const unsigned q_at = static_cast<unsigned>(__cvta_generic_to_shared(memory));
   if (q_at % 1024 != 0) {
     __trap();  // swizzles count from such a boundary
   }
-  const unsigned k_at = q_at + Tile::kBytes, v_at = k_at + kStages * Tile::kBytes;
-  const unsigned q_full = v_at + kStages * Tile::kBytes;
+  const unsigned k_at = q_at + Tile::kQueryBytes, v_at = k_at + kStages * Tile::kKeyBytes;
+  const unsigned q_full = v_at + kStages * Tile::kKeyBytes;
   const unsigned k_full = q_full + 8, v_full = k_full + 8 * kStages;
   const unsigned k_empty = v_full + 8 * kStages, v_empty = k_empty + 8 * kStages;
 
-  const HopperPlace<Config> place(hp);
-  if (!place.exists) {
-    return;
-  }
-  const int boxes = place.count(), warpgroup = int(threadIdx.x) / 128 - 1;
+  HopperPlace<Config>& shared_place =
+      *reinterpret_cast<HopperPlace<Config>*>(memory + (v_empty + 8 * kStages - q_at));
+  const HopperPlace<Config>& place = shared_place;
+  const int warpgroup = int(threadIdx.x) / 128 - 1;
   if (threadIdx.x == 0) {
+    shared_place.set(hp);
     barrier_init(q_full, 1);
     for (int i = 0; i < kStages; ++i) {
       barrier_init(k_full + 8 * i, 1);
@@ -182,25 +184,29 @@ __device__ void neighborhood_hopper(const NeighborhoodHopperParams& hp) {
     prefetch_map(hp.k_map);
     prefetch_map(hp.v_map);
   }
-  __syncthreads();  // barriers can be used
+  __syncthreads();  // place is known, barriers can be used
+  if (!place.exists) {
+    return;
+  }
+  const int boxes = place.count();
 
   if (warpgroup < 0) {
     fewer_registers<24>();
     if (threadIdx.x == 0) {
-      barrier_expect(q_full, Tile::kBytes);
-      load_positions<Config>(hp, hp.q_map, place, place.head, p.heads, hp.q_heads_first,
+      barrier_expect(q_full, Tile::kQueryBytes);
+      load_positions<Config, Tile::kRows>(hp, hp.q_map, place, place.head, p.heads, hp.q_heads_first,
                              place.query, q_at, q_full);
       KeyWalk<Config> walk(place);
       for (int i = 0; i < boxes; ++i, walk.next()) {
         const unsigned stage = i % kStages, parity = (i / kStages & 1) ^ 1;
         barrier_wait(k_empty + 8 * stage, parity);
-        barrier_expect(k_full + 8 * stage, Tile::kBytes);
-        load_positions<Config>(hp, hp.k_map, place, place.kv_head, p.kv_heads, hp.k_heads_first,
-                               walk.at, k_at + stage * Tile::kBytes, k_full + 8 * stage);
+        barrier_expect(k_full + 8 * stage, Tile::kKeyBytes);
+        load_positions<Config, kKeys>(hp, hp.k_map, place, place.kv_head, p.kv_heads, hp.k_heads_first,
+                               walk.at, k_at + stage * Tile::kKeyBytes, k_full + 8 * stage);
         barrier_wait(v_empty + 8 * stage, parity);
-        barrier_expect(v_full + 8 * stage, Tile::kBytes);
-        load_positions<Config>(hp, hp.v_map, place, place.kv_head, p.kv_heads, hp.v_heads_first,
-                               walk.at, v_at + stage * Tile::kBytes, v_full + 8 * stage);
+        barrier_expect(v_full + 8 * stage, Tile::kKeyBytes);
+        load_positions<Config, kKeys>(hp, hp.v_map, place, place.kv_head, p.kv_heads, hp.v_heads_first,
+                               walk.at, v_at + stage * Tile::kKeyBytes, v_full + 8 * stage);
       }
     }
     return;
@@ -209,30 +215,29 @@ __device__ void neighborhood_hopper(const NeighborhoodHopperParams& hp) {
   more_registers<240>();
   const int lane = threadIdx.x % 32, quad = lane % 4;
   const int row0 = warpgroup * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;  // and row0 + 8
-  int position[2][3], start[2][3];
+  constexpr int kFirstAxis = 3 - Config::kAxes;  // those before it have one position
+  const auto position = [&](int i, int axis) {
+    const int row = row0 + 8 * i;
+    return place.query[axis] + (axis == 2   ? row % Config::kQueryW
+                                : axis == 1 ? row / Config::kQueryW % Config::kQueryH
+                                            : row / (Config::kQueryH * Config::kQueryW));
+  };
+  int start[2][3];
   unsigned length[2][3];
-  bool has[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const int row = row0 + 8 * i;
-    const int within[3] = {row / (Config::kQueryH * Config::kQueryW),
-                           row / Config::kQueryW % Config::kQueryH, row % Config::kQueryW};
-    has[i] = true;
 #pragma unroll
-    for (int a = 0; a < 3; ++a) {
-      position[i][a] = place.query[a] + within[a];
-      has[i] = has[i] && position[i][a] < place.n[a];
-      const Interval in =
-          axis_of(p, a).keys(min(position[i][a], place.n[a] - 1), place.n[a]);
+    for (int a = kFirstAxis; a < 3; ++a) {
+      const Interval in = axis_of(p, a).keys(min(position(i, a), place.n[a] - 1), place.n[a]);
       start[i][a] = in.start;
       length[i][a] = in.end - in.start;
     }
   }
 
   const float scale = float(p.scale * 1.4426950408889634);  // scores in base 2
-  float s[64], o[kDim / 2], factor[2];
+  float s[kKeys / 2], o[kDim / 2], factor[2];
   float largest[2] = {negative_infinity<float>(), negative_infinity<float>()}, sum[2] = {0, 0};
-  unsigned weights[Tile::kKeys / 16][4];
+  unsigned weights[kKeys / 16][4];
 #pragma unroll
   for (int r = 0; r < kDim / 2; ++r) {
     o[r] = 0;
@@ -242,26 +247,27 @@ __device__ void neighborhood_hopper(const NeighborhoodHopperParams& hp) {
       barrier_arrive(barrier);
     }
   };
-  const auto multiply_keys = [&](int i) {
+  const auto start_scores = [&](int i) {
     const unsigned stage = i % kStages;
     barrier_wait(k_full + 8 * stage, i / kStages & 1);
     const unsigned long long q = tile_descriptor(q_at + warpgroup * 8192, 16);
-    const unsigned long long k = tile_descriptor(k_at + stage * Tile::kBytes, 16);
+    const unsigned long long k = tile_descriptor(k_at + stage * Tile::kKeyBytes, 16);
     warpgroup_arrive();
 #pragma unroll
     for (int d = 0; d < kDim / 16; ++d) {
-      const int at = d / 4 * 1024 + d % 4 * 2;
-      multiply<T, 0, 0>(s, q + at, k + at, d != 0);
+      const int within = d % 4 * 2;
+      multiply_keys<T>(s, q + d / 4 * (Tile::kRows * 8) + within, k + d / 4 * (kKeys * 8) + within,
+                       d != 0);
     }
     warpgroup_commit();
   };
-  const auto multiply_values = [&](int i) {
+  const auto add_values = [&](int i) {
     const unsigned stage = i % kStages;
     barrier_wait(v_full + 8 * stage, i / kStages & 1);
-    const unsigned long long v = tile_descriptor(v_at + stage * Tile::kBytes, 128 * 128);
+    const unsigned long long v = tile_descriptor(v_at + stage * Tile::kKeyBytes, kKeys * 128);
     warpgroup_arrive();
 #pragma unroll
-    for (int k = 0; k < Tile::kKeys / 16; ++k) {
+    for (int k = 0; k < kKeys / 16; ++k) {
       multiply_rows<T>(o, weights[k], v + 128 * k, 1);
     }
     warpgroup_commit();
@@ -271,19 +277,30 @@ __device__ void neighborhood_hopper(const NeighborhoodHopperParams& hp) {
     hold(s);
     if (!walk.is_inside()) {
 #pragma unroll
-      for (int j = 0; j < 16; ++j) {
-        constexpr int kPlane = Config::kKeyH * Config::kKeyW;
-        const int t = j * 8 / kPlane, h = j * 8 / Config::kKeyW % Config::kKeyH,
-                  w = j * 8 % Config::kKeyW + 2 * quad;
+      for (int i = 0; i < 2; ++i) {
+        int at[3];
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const bool line = unsigned(walk.at[0] + t - start[i][0]) < length[i][0] &&
-                            unsigned(walk.at[1] + h - start[i][1]) < length[i][1];
-          const int x = walk.at[2] + w - start[i][2];
+        for (int a = kFirstAxis; a < 3; ++a) {
+          at[a] = walk.at[a] - start[i][a];
+          asm volatile("" : "+r"(at[a]));  // or predicates of all columns are kept for both rows
+        }
+#pragma unroll
+        for (int j = 0; j < kKeys / 8; ++j) {
+          constexpr int kPlane = Config::kKeyH * Config::kKeyW;
+          const int t = j * 8 / kPlane, h = j * 8 / Config::kKeyW % Config::kKeyH,
+                    w = j * 8 % Config::kKeyW + 2 * quad;
+          bool line = true;
+          if (kFirstAxis < 2) {
+            line = unsigned(at[1] + h) < length[i][1];
+          }
+          if (kFirstAxis < 1) {
+            line = line && unsigned(at[0] + t) < length[i][0];
+          }
           float& low = s[j * 4 + 2 * i];
           float& high = s[j * 4 + 2 * i + 1];
-          low = line && unsigned(x) < length[i][2] ? low : negative_infinity<float>();
-          high = line && unsigned(x + 1) < length[i][2] ? high : negative_infinity<float>();
+          low = line && unsigned(at[2] + w) < length[i][2] ? low : negative_infinity<float>();
+          high = line && unsigned(at[2] + w + 1) < length[i][2] ? high
+                                                                : negative_infinity<float>();
         }
       }
     }
@@ -292,7 +309,7 @@ __device__ void neighborhood_hopper(const NeighborhoodHopperParams& hp) {
     for (int i = 0; i < 2; ++i) {
       float top = largest[i];
 #pragma unroll
-      for (int j = 0; j < 16; ++j) {
+      for (int j = 0; j < kKeys / 8; ++j) {
         top = fmaxf(top, fmaxf(s[j * 4 + 2 * i], s[j * 4 + 2 * i + 1]));
       }
       top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
@@ -302,7 +319,7 @@ __device__ void neighborhood_hopper(const NeighborhoodHopperParams& hp) {
       largest[i] = top;
       float part = 0;
 #pragma unroll
-      for (int j = 0; j < 16; ++j) {
+      for (int j = 0; j < kKeys / 8; ++j) {
 #pragma unroll
         for (int b = 0; b < 2; ++b) {
           float& x = s[j * 4 + 2 * i + b];
@@ -320,7 +337,7 @@ __device__ void neighborhood_hopper(const NeighborhoodHopperParams& hp) {
       o[r] *= factor[r / 2 % 2];
     }
 #pragma unroll
-    for (int k = 0; k < Tile::kKeys / 16; ++k) {
+    for (int k = 0; k < kKeys / 16; ++k) {
 #pragma unroll
       for (int w = 0; w < 4; ++w) {
         weights[k][w] = pack<T>(s[8 * k + 2 * w], s[8 * k + 2 * w + 1]);
@@ -328,15 +345,26 @@ __device__ void neighborhood_hopper(const NeighborhoodHopperParams& hp) {
     }
   };
 
+  // kTurns: the warpgroups take turns to ask for products, so that the softmax of one runs under the
+  // products of the other.
+  if (Config::kTurns && warpgroup == 0) {
+    named_arrive(1, 256);
+  }
   barrier_wait(q_full, 0);
-  multiply_keys(0);
+  start_scores(0);
   warpgroup_wait<0>();
   release(k_empty);
   softmax();
   rescale_and_pack();
   for (int i = 1; i < boxes; ++i) {
-    multiply_keys(i);
-    multiply_values(i - 1);
+    if (Config::kTurns) {
+      named_barrier(1 + warpgroup, 256);  // this warpgroup's turn
+    }
+    start_scores(i);
+    add_values(i - 1);
+    if (Config::kTurns) {
+      named_arrive(2 - warpgroup, 256);
+    }
     warpgroup_wait<1>();  // the scores are there
     release(k_empty + 8 * (i % kStages));
     softmax();
@@ -344,7 +372,7 @@ __device__ void neighborhood_hopper(const NeighborhoodHopperParams& hp) {
     release(v_empty + 8 * ((i - 1) % kStages));
     rescale_and_pack();
   }
-  multiply_values(boxes - 1);
+  add_values(boxes - 1);
   warpgroup_wait<0>();
   hold(o);
 
@@ -367,9 +395,13 @@ __device__ void neighborhood_hopper(const NeighborhoodHopperParams& hp) {
   const bool aligned = reinterpret_cast<unsigned long long>(p.y.data) % 16 == 0;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const int at[3] = {place.group[0] + position[i][0] * p.dilation[0],
-                       place.group[1] + position[i][1] * p.dilation[1],
-                       place.group[2] + position[i][2] * p.dilation[2]};
+    int at[3];
+    bool has = true;
+#pragma unroll
+    for (int a = 0; a < 3; ++a) {
+      has = has && position(i, a) < place.n[a];
+      at[a] = place.group[a] + position(i, a) * p.dilation[a];
+    }
     T* y = row_of<T>(p.y, place.batch, at[0], at[1], at[2], place.head);
 #pragma unroll
     for (int block = 0; block < kDim / 8; block += 4) {  // of 8 features; lane q ends with one of four
@@ -379,7 +411,7 @@ __device__ void neighborhood_hopper(const NeighborhoodHopperParams& hp) {
         w[k] = pack<T>(o[(block + k) * 4 + 2 * i], o[(block + k) * 4 + 2 * i + 1]);
       }
       transpose_quad(w);
-      if (has[i]) {
+      if (has) {
         T* to = y + (block + quad) * 8;
         if (aligned) {
           *reinterpret_cast<uint4*>(to) = uint4{w[0], w[1], w[2], w[3]};
@@ -391,11 +423,11 @@ __device__ void neighborhood_hopper(const NeighborhoodHopperParams& hp) {
         }
       }
     }
-    if (has[i] && quad == 0 && p.lse.data != nullptr) {
+    if (has && quad == 0 && p.lse.data != nullptr) {
       *row_of<float>(p.lse, place.batch, at[0], at[1], at[2], place.head) = lse[i];
     }
     // Rows that are not finite, the plain way: the warp computes one after the other.
-    unsigned again = __ballot_sync(0xffffffffu, has[i] && !finite[i]);
+    unsigned again = __ballot_sync(0xffffffffu, has && !finite[i]);
     while (again != 0) {
       const int from = __ffs(again) - 1;
       again &= ~(0xfu << from / 4 * 4);

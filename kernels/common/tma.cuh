@@ -78,6 +78,11 @@ __device__ inline void named_barrier(unsigned number, unsigned count) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(count) : "memory");
 }
 
+// Count towards such a barrier without waiting for it.
+__device__ inline void named_arrive(unsigned number, unsigned count) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(count) : "memory");
+}
+
 // Registers of each thread of a warpgroup from here on; all its warps call.
 template <int kCount>
 __device__ inline void more_registers() {

@@ -1,4 +1,4 @@
-// wgmma.cuh: matrix units by warpgroup (sm_90a): 64 x 128 and 64 x 64 products, B in shared memory.
+// wgmma.cuh: matrix units by warpgroup (sm_90a): products of 64 rows, B in shared memory.
 //
 // An operand in shared memory is a descriptor of a tile as a tensor map with 128-byte swizzle writes it:
 //   depth inside    [rows][128 bytes of depth];  the next 32 bytes of depth: descriptor + 2
@@ -38,7 +38,7 @@ __device__ inline void hold(float (&d)[kCount]) {
   }
 }
 
-// The accumulator of an instruction, operands 0 to 31 (64 x 64) or 0 to 63 (64 x 128).
+// The accumulator of an instruction, 64 x N: operands 0 to N / 2 - 1.
 #define CUPYATTN_D64 \
   "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
   "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}"
@@ -47,11 +47,50 @@ __device__ inline void hold(float (&d)[kCount]) {
   "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, " \
   "%38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, " \
   "%56, %57, %58, %59, %60, %61, %62, %63}"
+#define CUPYATTN_D96 \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
+  "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, " \
+  "%38, %39, %40, %41, %42, %43, %44, %45, %46, %47}"
+#define CUPYATTN_D112 \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
+  "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, " \
+  "%38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55}"
+#define CUPYATTN_D144 \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
+  "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, " \
+  "%38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, " \
+  "%56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71}"
+#define CUPYATTN_D160 \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
+  "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, " \
+  "%38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, " \
+  "%56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, " \
+  "%74, %75, %76, %77, %78, %79}"
+#define CUPYATTN_D176 \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
+  "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, " \
+  "%38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, " \
+  "%56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, " \
+  "%74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87}"
 #define CUPYATTN_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define CUPYATTN_16(d, i) \
   CUPYATTN_4(d, i), CUPYATTN_4(d, i + 4), CUPYATTN_4(d, i + 8), CUPYATTN_4(d, i + 12)
 #define CUPYATTN_OUT64(d) CUPYATTN_16(d, 0), CUPYATTN_16(d, 16)
 #define CUPYATTN_OUT128(d) CUPYATTN_OUT64(d), CUPYATTN_16(d, 32), CUPYATTN_16(d, 48)
+#define CUPYATTN_OUT96(d) \
+  CUPYATTN_16(d, 0), CUPYATTN_16(d, 16), CUPYATTN_16(d, 32)
+#define CUPYATTN_OUT112(d) \
+  CUPYATTN_16(d, 0), CUPYATTN_16(d, 16), CUPYATTN_16(d, 32), CUPYATTN_4(d, 48), \
+  CUPYATTN_4(d, 52)
+#define CUPYATTN_OUT144(d) \
+  CUPYATTN_16(d, 0), CUPYATTN_16(d, 16), CUPYATTN_16(d, 32), CUPYATTN_16(d, 48), \
+  CUPYATTN_4(d, 64), CUPYATTN_4(d, 68)
+#define CUPYATTN_OUT160(d) \
+  CUPYATTN_16(d, 0), CUPYATTN_16(d, 16), CUPYATTN_16(d, 32), CUPYATTN_16(d, 48), \
+  CUPYATTN_16(d, 64)
+#define CUPYATTN_OUT176(d) \
+  CUPYATTN_16(d, 0), CUPYATTN_16(d, 16), CUPYATTN_16(d, 32), CUPYATTN_16(d, 48), \
+  CUPYATTN_16(d, 64), CUPYATTN_4(d, 80), CUPYATTN_4(d, 84)
 
 // N: columns; A, B, ADD: the operands after the accumulator's.
 #define CUPYATTN_SHARED(N, KIND, MAJORS, A, B, ADD, ...) \
@@ -116,4 +155,55 @@ __device__ inline void multiply_rows(float (&d)[32], const unsigned (&a)[4], uns
   } else {
     CUPYATTN_REGISTERS(64, "k16.f32.f16.f16", "{%32, %33, %34, %35}", "%36", "%37", "1");
   }
+}
+// 64 x 96, 112, 128, 144, 160 or 176, both from shared memory, depth inside, 16-bit.
+template <class T>
+__device__ inline void multiply_keys(float (&d)[48], unsigned long long a, unsigned long long b,
+                                     int add) {
+  if constexpr (kIsBfloat<T>) {
+    CUPYATTN_SHARED(96, "k16.f32.bf16.bf16", ", 0, 0", "%48", "%49", "%50");
+  } else {
+    CUPYATTN_SHARED(96, "k16.f32.f16.f16", ", 0, 0", "%48", "%49", "%50");
+  }
+}
+template <class T>
+__device__ inline void multiply_keys(float (&d)[56], unsigned long long a, unsigned long long b,
+                                     int add) {
+  if constexpr (kIsBfloat<T>) {
+    CUPYATTN_SHARED(112, "k16.f32.bf16.bf16", ", 0, 0", "%56", "%57", "%58");
+  } else {
+    CUPYATTN_SHARED(112, "k16.f32.f16.f16", ", 0, 0", "%56", "%57", "%58");
+  }
+}
+template <class T>
+__device__ inline void multiply_keys(float (&d)[72], unsigned long long a, unsigned long long b,
+                                     int add) {
+  if constexpr (kIsBfloat<T>) {
+    CUPYATTN_SHARED(144, "k16.f32.bf16.bf16", ", 0, 0", "%72", "%73", "%74");
+  } else {
+    CUPYATTN_SHARED(144, "k16.f32.f16.f16", ", 0, 0", "%72", "%73", "%74");
+  }
+}
+template <class T>
+__device__ inline void multiply_keys(float (&d)[80], unsigned long long a, unsigned long long b,
+                                     int add) {
+  if constexpr (kIsBfloat<T>) {
+    CUPYATTN_SHARED(160, "k16.f32.bf16.bf16", ", 0, 0", "%80", "%81", "%82");
+  } else {
+    CUPYATTN_SHARED(160, "k16.f32.f16.f16", ", 0, 0", "%80", "%81", "%82");
+  }
+}
+template <class T>
+__device__ inline void multiply_keys(float (&d)[88], unsigned long long a, unsigned long long b,
+                                     int add) {
+  if constexpr (kIsBfloat<T>) {
+    CUPYATTN_SHARED(176, "k16.f32.bf16.bf16", ", 0, 0", "%88", "%89", "%90");
+  } else {
+    CUPYATTN_SHARED(176, "k16.f32.f16.f16", ", 0, 0", "%88", "%89", "%90");
+  }
+}
+template <class T>
+__device__ inline void multiply_keys(float (&d)[64], unsigned long long a, unsigned long long b,
+                                     int add) {
+  multiply<T, 0, 0>(d, a, b, add);
 }
