@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from .._program import (CTYPE, Device, Kernel, Layout, Program, Row, Step, TensorMap, cdiv,
                         few)
-from .neighborhood import Problem, values
+from .neighborhood_problem import Problem, values
 
 Box = tuple[int, int, int]
 _ROWS, _STAGES, _THREADS = 128, 2, 384
@@ -26,8 +26,9 @@ def _factors(n: int, axes: int, last: int) -> list[Box]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _boxes(space: Box, window: Box, dilation: Box, stride: Box, axes: int) -> tuple[Box, Box]:
-    """Return the box of queries and that of keys that take least work by count."""
+def _boxes(space: Box, window: Box, dilation: Box, stride: Box, axes: int
+           ) -> tuple[Box, Box] | None:
+    """Return the box of queries and that of keys that take least work by count, if any fit."""
     length = [cdiv(n, d) for n, d in zip(space, dilation)]
     best: tuple[float, Box, Box] | None = None
     keys = [box for n in _KEYS for box in _factors(n, axes, 8)]
@@ -44,9 +45,7 @@ def _boxes(space: Box, window: Box, dilation: Box, stride: Box, axes: int) -> tu
             cost = waste * boxes * (math.prod(key) + _BOX_COST)
             if best is None or cost < best[0]:
                 best = (cost, query, key)
-    if best is None:
-        raise ValueError(f"no box fits dilation {dilation}")
-    return best[1:]
+    return None if best is None else best[1:]
 
 
 @dataclass(frozen=True)
@@ -78,12 +77,19 @@ class HopperForward(Row):
                         "the copy engine does not take")
         if not _folded(problem) and max(problem.dilation) > 8:
             return f"dilation {problem.dilation} exceeds 8, and its groups are not lines"
+        if self._fitted(problem) is None:
+            return f"dilation {problem.dilation} stretches every box beyond 256 tokens"
         if self._blocks(problem) >= 2**31:
             return "query boxes exceed a grid"
         return None
 
     def boxes(self, problem: Problem) -> tuple[Box, Box]:
-        """Return the boxes of queries and of keys."""
+        """Return the boxes of queries and of keys. Only called when the row does not refuse."""
+        boxes = self._fitted(problem)
+        assert boxes is not None
+        return boxes
+
+    def _fitted(self, problem: Problem) -> tuple[Box, Box] | None:
         space, window, dilation, stride = (_three(x) for x in (
             problem.space, problem.kernel_size, problem.dilation, problem.stride))
         if _folded(problem):  # groups are lines
