@@ -57,19 +57,6 @@ extern __shared__ uint4 ring[];
 
 constexpr float kLog2OfE = 1.44269504f;
 
-// First row of part number `part` of `parts` of about equal cost. Per row, in columns: 1 for each
-// column, 0.2 for each zero above the diagonal, 128 for all the rest.
-__device__ inline int part_start(int part, int parts, int seq) {
-  if (part >= parts) {
-    return seq;
-  }
-  // Row z * seq costs flat + 2 slope z: find z so that slope z^2 + flat z is the share.
-  const float slope = 0.4f * seq, flat = 0.2f * seq + 128;
-  const float share = float(part) / float(parts);
-  const float z = (sqrtf(flat * flat + 4 * slope * (slope + flat) * share) - flat) / (2 * slope);
-  return min(seq, int(z * float(seq) + 0.5f));
-}
-
 // Transpose an 8 x 8 matrix: a lane has row g, columns 2q and 2q + 1, before and after.
 __device__ inline unsigned transposed(unsigned x) {
   unsigned y;
@@ -237,8 +224,9 @@ struct Place {
     part = parts - 1 - int(blockIdx.x) / pairs;
     item = blockIdx.x % pairs / p.groups;
     group = blockIdx.x % pairs % p.groups;
-    first_row = part_start(part, parts, p.seq);
-    end_row = part_start(part + 1, parts, p.seq);
+    const float slope = 0.4f * p.seq, flat = 0.2f * p.seq + 128;  // products, and what a row costs
+    first_row = part_start(part, parts, p.seq, slope, flat);
+    end_row = part_start(part + 1, parts, p.seq, slope, flat);
     int width = min(end_row + p.column_origin, p.seq);
     line = max(1, (width + S::kWide - 1) / S::kWide);
     rows = S::kTeams / line;

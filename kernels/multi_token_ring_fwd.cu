@@ -79,18 +79,6 @@ struct Unit {
         row(n / Ring<Config>::kSpan / Ring<Config>::kQuads) {}
 };
 
-// First row of part number `part` of `parts`: parts have about equal cost, where row r costs
-// flat + 2 * slope * r / seq.
-__device__ inline int part_start(int part, int parts, int seq, float slope, float flat) {
-  if (part >= parts) {
-    return seq;
-  }
-  const float share = float(part) / float(parts);
-  const float z = slope == 0 ? share
-      : (sqrtf(flat * flat + 4 * slope * (slope + flat) * share) - flat) / (2 * slope);
-  return min(seq, int(z * float(seq) + 0.5f));
-}
-
 // How a block divides its work. Uniform in the block.
 struct RingShape {
   int warps_per_line;  // a line: one row of one quad
