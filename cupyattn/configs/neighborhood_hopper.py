@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from .._program import (CTYPE, Device, Kernel, Layout, Program, Row, Step, TensorMap, cdiv,
-                        few)
+                        few, token_view)
 from .neighborhood import Problem, values
 
 Box = tuple[int, int, int]
@@ -26,15 +26,20 @@ def _factors(n: int, axes: int, last: int) -> list[Box]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _boxes(space: Box, window: Box, dilation: Box, stride: Box, axes: int) -> tuple[Box, Box]:
-    """Return the box of queries and that of keys that take least work by count."""
+def _boxes(space: Box, window: Box, dilation: Box, stride: Box, axes: int,
+           sizes: tuple[int, ...]) -> tuple[Box, Box] | None:
+    """Return the box of a block's positions and that of those it walks, of least work by count.
+
+    `sizes` are those of the second; None: no box fits.
+    """
     length = [cdiv(n, d) for n, d in zip(space, dilation)]
     best: tuple[float, Box, Box] | None = None
-    keys = [box for n in _KEYS for box in _factors(n, axes, 8)]
+    keys = [box for n in sizes for box in _factors(n, axes, 8)]
     for query in _factors(_ROWS, axes, 1):
         if any(n * d > 256 for n, d in zip(query, dilation)):
             continue
-        # Keys that the queries of a box see, and queries that a padded axis has for nothing.
+        # Keys that the queries of a box see, or queries that see its keys, and positions that a
+        # padded axis has for nothing.
         seen = [min(w + q + s - 2, n) for w, q, s, n in zip(window, query, stride, length)]
         waste = math.prod(cdiv(n, q) * q / n for n, q in zip(length, query))
         for key in keys:
@@ -44,20 +49,18 @@ def _boxes(space: Box, window: Box, dilation: Box, stride: Box, axes: int) -> tu
             cost = waste * boxes * (math.prod(key) + _BOX_COST)
             if best is None or cost < best[0]:
                 best = (cost, query, key)
-    if best is None:
-        raise ValueError(f"no box fits dilation {dilation}")
-    return best[1:]
+    return best and best[1:]
 
 
 @dataclass(frozen=True)
-class HopperForward(Row):
-    """128 queries a block, 96 to 160 keys at a time, both boxes of positions."""
+class Hopper(Row):
+    """What forward and backward share."""
 
     dtype: str
     dim: int
 
     target: ClassVar[str | None] = "sm_90a"
-    TURNS: ClassVar[bool] = False  # warpgroups take turns to ask for products
+    ARRAYS: ClassVar[tuple[str, ...]] = ("q", "k", "v")  # that the copy engine takes
     LEAST: ClassVar[int] = 576  # keys of a window, below which other rows are faster
 
     @property
@@ -70,72 +73,44 @@ class HopperForward(Row):
         for name in ("head_dim", "value_dim"):
             if getattr(problem, name) != self.dim:
                 return f"{name} {getattr(problem, name)} is not {self.dim}"
-        if math.prod(problem.kernel_size) < self.LEAST:
-            return f"a window of {math.prod(problem.kernel_size)} keys is below {self.LEAST}"
-        for name in ("q", "k", "v"):
+        if problem.scale <= 0:
+            return f"scale {problem.scale} is not positive"
+        keys = math.prod(min(w, cdiv(n, d)) for w, n, d in zip(
+            problem.kernel_size, problem.space, problem.dilation))
+        if keys < self.LEAST:
+            return f"a window of {keys} keys is below {self.LEAST}"
+        for name in self.ARRAYS:
             if _heads(getattr(problem, name)) is None:
                 return (f"{name} has strides {getattr(problem, name).strides} or an address that "
                         "the copy engine does not take")
         if not _folded(problem) and max(problem.dilation) > 8:
             return f"dilation {problem.dilation} exceeds 8, and its groups are not lines"
-        if self._blocks(problem) >= 2**31:
-            return "query boxes exceed a grid"
         return None
 
-    def boxes(self, problem: Problem) -> tuple[Box, Box]:
-        """Return the boxes of queries and of keys."""
+    def _fit(self, problem: Problem, seen: tuple[int, ...]) -> tuple[Box, Box] | None:
+        """Return the boxes of a block and of what it walks, of one of the sizes `seen`, if any fit."""
         space, window, dilation, stride = (_three(x) for x in (
             problem.space, problem.kernel_size, problem.dilation, problem.stride))
         if _folded(problem):  # groups are lines
             space, dilation = (1, 1, space[2] // dilation[2]), (1, 1, 1)
-        return _boxes(space, window, dilation, stride, len(problem.space))
+        return _boxes(space, window, dilation, stride, len(problem.space), seen)
 
-    def _tiles(self, problem: Problem) -> Box:
-        query, _ = self.boxes(problem)
+    def _tiles(self, problem: Problem, own: Box) -> Box:
+        """Return the boxes along each axis of the longest dilation group."""
         a, b, c = (cdiv(cdiv(n, d), q) for n, d, q in zip(
-            _three(problem.space), _three(problem.dilation), query))
+            _three(problem.space), _three(problem.dilation), own))
         return a, b, c
 
-    def _blocks(self, problem: Problem) -> int:
-        return (math.prod(self._tiles(problem)) * math.prod(problem.dilation) * problem.heads
+    def _blocks(self, problem: Problem, own: Box, heads: int) -> int:
+        return (math.prod(self._tiles(problem, own)) * math.prod(problem.dilation) * heads
                 * problem.batch)
 
-    def _kernel(self, query: Box, key: Box, axes: int) -> Kernel:
-        numbers = {"Dim": self.dim, "Stages": _STAGES, "Axes": axes,
-                   **{f"Query{a}": n for a, n in zip("THW", query)},
-                   **{f"Key{a}": n for a, n in zip("THW", key)}}
-        boxes = "_".join("x".join(map(str, box)) for box in (query, key))
-        return Kernel(f"neighborhood_fwd__{self.name}__{axes}d_{boxes}",
-                      "neighborhood_hopper_fwd.cu", "neighborhood_hopper",
-                      "NeighborhoodHopperParams",
-                      (f"using T = {CTYPE[self.dtype]};",
-                       f"static constexpr bool kTurns = {str(self.TURNS).lower()};",
-                       *(f"static constexpr int k{k} = {n};" for k, n in numbers.items())),
-                      _THREADS, target="sm_90a")
-
-    def kernels(self) -> tuple[Kernel, ...]:
-        """Return the kernels of a few boxes; others are compiled when they are met."""
-        return tuple(self._kernel(*boxes) for boxes in few(self.dtype, (
-            ((1, 1, 128), (1, 1, 160), 1), ((1, 8, 16), (1, 10, 16), 2),
-            ((4, 4, 8), (3, 3, 16), 3), ((16, 1, 8), (16, 1, 8), 3))))
-
-    def program(self, problem: Problem, device: Device) -> Program:
-        query, key = self.boxes(problem)
+    def _numbers(self, problem: Problem, own: Box) -> dict[str, object]:
+        """Return the constant fields of `NeighborhoodHopperParams`."""
         numbers: dict[str, object] = {f"na.{k}": v for k, v in values(problem).items()}
-        numbers |= {"tiles": self._tiles(problem), "folded": int(_folded(problem))}
-        buffers = {f"na.{name}.data": name
-                   for name in ("q", "k", "v", "y", *(("lse",) if problem.return_lse else ()))}
-        maps = {}
-        for name, box in (("q", query), ("k", key), ("v", key)):
-            layout = getattr(problem, name)
-            numbers[f"{name}_heads_first"] = int(_heads(layout) == "first")
-            maps[f"{name}_map"] = self._map(problem, layout, box)
-            buffers[f"{name}_map.address"] = name
-        positions = _ROWS + 2 * _STAGES * math.prod(key)
-        shared = positions * self.dim * 2 + 8 * (1 + 4 * _STAGES) + _PLACE
-        return Program((Step(self._kernel(query, key, len(problem.space)),
-                             (self._blocks(problem), 1, 1), numbers, buffers, shared=shared,
-                             maps=maps),))
+        numbers |= {"tiles": self._tiles(problem, own), "folded": int(_folded(problem))}
+        return numbers | {f"{name}_heads_first": int(_heads(getattr(problem, name)) == "first")
+                          for name in self.ARRAYS}
 
     def _map(self, problem: Problem, layout: Layout, box: Box) -> TensorMap:
         rank = len(problem.space)
@@ -157,6 +132,157 @@ class HopperForward(Row):
         return TensorMap(self.dtype, (inner, *space, batch),
                          tuple(2 * x for x in (*strides, batch_stride or some)),
                          (64, *(n * d for n, d in zip(extents, steps)), 1), (1, *steps, 1))
+
+
+@dataclass(frozen=True)
+class HopperForward(Hopper):
+    """128 queries a block, 96 to 160 keys at a time, both boxes of positions."""
+
+    TURNS: ClassVar[bool] = False  # warpgroups take turns to ask for products
+
+    def refuses(self, problem: Problem, device: Device) -> str | None:
+        reason = super().refuses(problem, device)
+        if reason is not None:
+            return reason
+        boxes = self.boxes(problem)
+        if boxes is None:
+            return f"no box of tokens fits dilation {problem.dilation}"
+        if self._blocks(problem, boxes[0], problem.heads) >= 2**31:
+            return "query boxes exceed a grid"
+        return None
+
+    def boxes(self, problem: Problem) -> tuple[Box, Box] | None:
+        """Return the boxes of queries and of keys, if any fit."""
+        return self._fit(problem, _KEYS)
+
+    def _kernel(self, query: Box, key: Box, axes: int) -> Kernel:
+        numbers = {"Dim": self.dim, "Stages": _STAGES, "Axes": axes,
+                   **{f"Query{a}": n for a, n in zip("THW", query)},
+                   **{f"Key{a}": n for a, n in zip("THW", key)}}
+        boxes = "_".join("x".join(map(str, box)) for box in (query, key))
+        return Kernel(f"neighborhood_fwd__{self.name}__{axes}d_{boxes}",
+                      "neighborhood_hopper_fwd.cu", "neighborhood_hopper",
+                      "NeighborhoodHopperParams",
+                      (f"using T = {CTYPE[self.dtype]};",
+                       f"static constexpr bool kTurns = {str(self.TURNS).lower()};",
+                       *(f"static constexpr int k{k} = {n};" for k, n in numbers.items())),
+                      _THREADS, target="sm_90a")
+
+    def kernels(self) -> tuple[Kernel, ...]:
+        """Return the kernels of a few boxes; others are compiled when they are met."""
+        return tuple(self._kernel(*boxes) for boxes in few(self.dtype, (
+            ((1, 1, 128), (1, 1, 160), 1), ((1, 8, 16), (1, 10, 16), 2),
+            ((4, 4, 8), (3, 3, 16), 3), ((16, 1, 8), (16, 1, 8), 3))))
+
+    def program(self, problem: Problem, device: Device) -> Program:
+        boxes = self.boxes(problem)
+        assert boxes is not None
+        query, key = boxes
+        buffers = {f"na.{name}.data": name
+                   for name in ("q", "k", "v", "y", *(("lse",) if problem.return_lse else ()))}
+        maps = {}
+        for name, box in (("q", query), ("k", key), ("v", key)):
+            maps[f"{name}_map"] = self._map(problem, getattr(problem, name), box)
+            buffers[f"{name}_map.address"] = name
+        positions = _ROWS + 2 * _STAGES * math.prod(key)
+        shared = positions * self.dim * 2 + 8 * (1 + 4 * _STAGES) + _PLACE
+        return Program((Step(self._kernel(query, key, len(problem.space)),
+                             (self._blocks(problem, query, problem.heads), 1, 1),
+                             self._numbers(problem, query), buffers, shared=shared,
+                             maps=maps),))
+
+
+@dataclass(frozen=True)
+class HopperBackward(Hopper):
+    """128 queries a block for dq, then 128 keys a block for dk and dv."""
+
+    ARRAYS: ClassVar[tuple[str, ...]] = ("q", "k", "v", "dy")
+    _SHARED: ClassVar[int] = 227 << 10  # bytes of a block
+
+    @property
+    def keys(self) -> tuple[int, ...]:
+        """Return how many keys a box of dq may have: what registers hold."""
+        return (64, 80, 96) if self.dim == 128 else (64, 80, 96, 112, 128)
+
+    @property
+    def queries(self) -> tuple[int, ...]:
+        """Return how many queries a box of dk and dv may have."""
+        return (64,) if self.dim == 128 else (64, 80, 96)
+
+    def boxes(self, problem: Problem, part: str) -> tuple[Box, Box] | None:
+        """Return the box that a block of "dq" or "dkdv" owns and those that it walks, if any fit."""
+        return self._fit(problem, self.keys if part == "dq" else self.queries)
+
+    def refuses(self, problem: Problem, device: Device) -> str | None:
+        reason = super().refuses(problem, device)
+        if reason is not None:
+            return reason
+        for part, heads in (("dq", problem.heads), ("dkdv", problem.kv_heads)):
+            boxes = self.boxes(problem, part)
+            if boxes is None:
+                return f"no box of tokens fits dilation {problem.dilation}"
+            if self._blocks(problem, boxes[0], heads) >= 2**31:
+                return "boxes exceed a grid"
+        return None
+
+    def _stages(self, part: str, seen: Box, axes: int) -> tuple[int, int]:
+        """Return how many boxes are in flight, and the bytes of shared memory."""
+        count = math.prod(seen)
+        stage = 2 * count * self.dim * 2 + (8 * 4 if part == "dq" else 8 * count + 8 * 3)
+        rest = 2 * _ROWS * self.dim * 2 + 8 + _PLACE + 8 * axes * _ROWS
+        stages = min((self._SHARED - rest) // stage, 4)
+        return stages, rest + stages * stage
+
+    def _kernel(self, part: str, own: Box, seen: Box, axes: int) -> Kernel:
+        numbers = {"Dim": self.dim, "Stages": self._stages(part, seen, axes)[0], "Axes": axes,
+                   **{f"Own{a}": n for a, n in zip("THW", own)},
+                   **{f"Seen{a}": n for a, n in zip("THW", seen)}}
+        boxes = "_".join("x".join(map(str, box)) for box in (own, seen))
+        return Kernel(f"neighborhood_bwd__{self.name}__{part}_{axes}d_{boxes}",
+                      "neighborhood_hopper_bwd.cu", f"neighborhood_hopper_{part}",
+                      "NeighborhoodHopperParams",
+                      (f"using T = {CTYPE[self.dtype]};",
+                       f"static constexpr bool kInverse = {str(part == 'dkdv').lower()};",
+                       *(f"static constexpr int k{k} = {n};" for k, n in numbers.items())),
+                      _THREADS, target="sm_90a")
+
+    def kernels(self) -> tuple[Kernel, ...]:
+        """Return the kernels of a few boxes; others are compiled when they are met."""
+        keys, queries = self.keys[-1] // 32, self.queries[-1] // 32
+        return tuple(self._kernel(*case) for case in few(self.dtype, (
+            ("dq", (1, 1, 128), (1, 1, keys * 32), 1), ("dkdv", (1, 1, 128), (1, 1, queries * 32), 1),
+            ("dq", (1, 8, 16), (1, keys * 2, 16), 2), ("dkdv", (1, 8, 16), (1, queries * 2, 16), 2),
+            ("dq", (4, 4, 8), (keys, 2, 16), 3), ("dkdv", (4, 4, 8), (queries, 4, 8), 3))))
+
+    def _step(self, problem: Problem, part: str, heads: int, buffers: tuple[str, ...]) -> Step:
+        boxes = self.boxes(problem, part)
+        assert boxes is not None
+        own, seen = boxes
+        fields = {f"na.{name}.data": name for name in buffers}
+        fields |= {f"{name}_map.address": name for name in self.ARRAYS}
+        ours = ("q", "dy") if part == "dq" else ("k", "v")
+        maps = {f"{name}_map": self._map(problem, getattr(problem, name),
+                                         own if name in ours else seen) for name in self.ARRAYS}
+        return Step(self._kernel(part, own, seen, len(problem.space)),
+                    (self._blocks(problem, own, heads), 1, 1), self._numbers(problem, own), fields,
+                    shared=self._stages(part, seen, len(problem.space))[1], maps=maps)
+
+    def program(self, problem: Problem, device: Device) -> Program:
+        dlse = ("dlse",) if problem.dlse else ()
+        some = ("q", "k", "v", "dy", "lse", "delta")
+        return Program((self._step(problem, "dq", problem.heads, (*some, "y", *dlse, "dq")),
+                        self._step(problem, "dkdv", problem.kv_heads, (*some, "dk", "dv"))),
+                       {"delta": _sums(problem)})
+
+    def _numbers(self, problem: Problem, own: Box) -> dict[str, object]:
+        view = token_view(_sums(problem))
+        return (super()._numbers(problem, own)
+                | {f"na.delta.{field}": value for field, value in view.items()})
+
+
+def _sums(problem: Problem) -> Layout:
+    """Return the layout of delta and of lse, side by side, both as the kernels need them."""
+    return Layout((*problem.lse_layout.shape, 2), "f32")
 
 
 def _three(x: tuple[int, ...]) -> Box:
@@ -185,4 +311,5 @@ def _heads(layout: Layout) -> str | None:
     return None
 
 
-ROWS = tuple(HopperForward(dtype, dim) for dtype in ("bf16", "f16") for dim in (64, 128))
+FORWARD = tuple(HopperForward(dtype, dim) for dtype in ("bf16", "f16") for dim in (64, 128))
+BACKWARD = tuple(HopperBackward(dtype, dim) for dtype in ("bf16", "f16") for dim in (64, 128))
