@@ -99,6 +99,13 @@ def attention(dtype, head_dim, value_dim=None, backward=False):
                                 lse=lse if backward else None)
 
 
+def line(dtype, head_dim, window, backward=False):
+    """One axis of 4096 tokens."""
+    x, lse = Layout((1, 4096, 4, head_dim), dtype), Layout((1, 4096, 4), "f32")
+    more = dict(dy=x, y=x, lse=lse) if backward else {}
+    return neighborhood.Problem(x, x, x, (window,), (1,), (1,), (False,), 1.0, "shift", **more)
+
+
 def convolution(dtype, activation, heads=4, seq=9, kernel=3, dilation=1):
     scores, weight = Layout((2, heads, seq, seq), dtype), (heads, heads, kernel, kernel)
     return multi_token.Problem(scores, Layout(weight, dtype), Layout((heads,), dtype), scores, 1,
@@ -140,8 +147,10 @@ def problems(name):
                 for size in ((9, 7), (128, 512), (256, 512), (512, 768), (1024, 512), (8192, 512))
                 for p in products(dtype, precision, *size)]
     if name.startswith("neighborhood"):
-        return [attention(d, dim, v, backward) for d in DTYPES
-                for dim, v in ((1, 1), (64, 64), (65, 8), (8, 129), (256, 256), (257, 3), (512, 1))]
+        sizes = ((1, 1), (64, 64), (65, 8), (8, 129), (256, 256), (257, 3), (512, 1))
+        lines = ((72, 7), (64, 63), (64, 1024), (128, 1024))
+        return [*(attention(d, dim, v, backward) for d in DTYPES for dim, v in sizes),
+                *(line(d, *size, backward) for d in DTYPES for size in lines)]
     if name.startswith("multi_token"):
         sizes = ((4, 9, 3), (4, 512, 3), (4, 1024, 3), (4, 2048, 3), (4, 4096, 3), (8, 9, 3),
                  (8, 2048, 3), (16, 9, 3), (32, 9, 3), (4, 9, 5), (4, 9, 17),

@@ -192,4 +192,6 @@ def test_smoke_rows(cupy_kind, name, row):
                      batch=1)
     sparse = MultiToken("smoke", "ragged, groups", 19, channels=2, outs=4, groups=2, kernel=(3, 2),
                         activation="sparsemax", batch=1)
-    check_row(cupy_kind, name, row, [(EIGHT, "bf16"), (few, "bf16"), (sparse, "bf16")], most=2)
+    many = MultiToken("smoke", "many heads", 19, channels=10, outs=9, batch=1)
+    check_row(cupy_kind, name, row,
+              [(EIGHT, "bf16"), (few, "bf16"), (sparse, "bf16"), (many, "bf16")], most=2)

@@ -6,9 +6,12 @@ import math
 import cupyattn
 import numpy as np
 import oracle
+import plain
 import pytest
-from cupyattn import _launch, _select
-from cupyattn.configs import neighborhood as configs
+from cupyattn import _device, _launch, _select
+from cupyattn.configs import neighborhood_band as configs
+from cupyattn.configs import neighborhood_box as box_configs
+from cupyattn.configs import neighborhood_hopper
 from kinds import DTYPES, KINDS, LAYOUTS, Guard, call, mk, na, na_bwd
 from problems import (
     NEIGHBORHOOD,
@@ -265,11 +268,12 @@ SHAPES = range(4)  # as many as a table has; beyond its own number a dtype start
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("number", SHAPES)
+@pytest.mark.parametrize("turn", range(2))
 @pytest.mark.parametrize("dtype", ["f16", "bf16", "f32"])
 @pytest.mark.parametrize("problem", BANDS, ids=by_name)
-def test_band_shapes(cupy_kind, monkeypatch, problem, dtype, number):
-    """Every way to deal a problem to threads, whatever its size."""
+def test_band_shapes(cupy_kind, monkeypatch, problem, dtype, turn):
+    """Every way to deal a problem to threads, two for each problem, whatever its size."""
+    number = (BANDS.index(problem) + 2 * turn) % len(SHAPES)
     take_shapes(monkeypatch, dtype, number)
     with _select.force("band_"):
         check(problem, cupy_kind, dtype, row=f"band_{dtype}, shape {number}")
@@ -333,6 +337,229 @@ def test_band_rows_keep_out_what_is_not_in_the_window(cupy_kind, monkeypatch, pr
         seen = bad[2] if at == 3 else bad[0]
         assert np.isnan(seen.astype(np.float32).reshape(problem.batch, tokens, -1)[:, queries]).any(
             -1).all()
+
+
+# --- box rows --------------------------------------------------------------------------------
+
+BOXES = (
+    Neighborhood("published_box", "the window of the module", (300,), 7, dilation=2,
+                 boundary="clip", heads=8, head_dim=64, batch=2),
+    Neighborhood("ragged_boxes", "groups of two lengths, shared heads", (149,), 9, dilation=4,
+                 heads=6, kv_heads=3, head_dim=48),
+    Neighborhood("more_groups_than_tokens_box", "groups without a token", (3,), 3, dilation=5,
+                 boundary="clip", head_dim=16),
+    Neighborhood("strided_box", "stride, causal", (200,), 40, stride=7, causal=True, head_dim=80),
+    Neighborhood("one_key_box", "a weight of 1", (70,), 1, head_dim=32),
+    Neighborhood("long_window_box", "keys that every query of a warp sees", (400,), 130,
+                 head_dim=128, heads=1),
+    Neighborhood("peaked_box", "weights from 0 to 1", (90,), 63, scale=6.0, head_dim=64),
+    Neighborhood("negative_scale_box", "the largest product has the least weight", (90,), 33,
+                 scale=-0.7, head_dim=112, heads=1),
+    Neighborhood("no_scale_box", "equal weights", (40,), 5, scale=0.0, head_dim=16),
+    Neighborhood("square_box", "windows of two axes", (19, 21), (7, 7), head_dim=32, heads=4),
+    Neighborhood("large_square_box", "more positions than a word has bits", (40, 43), (24, 25),
+                 head_dim=16, heads=1),
+    Neighborhood("flat_box", "one line, and no group of some", (2, 70), (1, 9), dilation=(3, 1),
+                 boundary="clip", head_dim=64),
+    Neighborhood("cube_box", "three axes, shared heads", (6, 9, 10), (3, 4, 3),
+                 dilation=(1, 1, 2), stride=(2, 1, 2), causal=(True, False, False), head_dim=96,
+                 kv_heads=1),
+    Neighborhood("large_cube_box", "positions in fields", (13, 12, 12), (12, 11, 9), head_dim=16,
+                 heads=1),
+)
+
+
+def box_tiles(problem):
+    """Every box of queries, with all keys at once where they fit and with small chunks."""
+    row = box_configs.BoxForward
+    return [(box, chunks) for box in row.BOXES[len(problem.space)]
+            if math.prod(box) <= 192 or problem.head_dim <= 64  # registers for so many warps
+            for chunks in (row.CHUNKS, ((64, 2),), ((32, 2),))]
+
+
+def take_box(monkeypatch, rank, box, chunks):
+    """Let the box rows deal problems to blocks in one way."""
+    row = box_configs.BoxForward
+    monkeypatch.setattr(row, "BOXES", {**row.BOXES, rank: (box,)})
+    if chunks != row.CHUNKS:
+        monkeypatch.setattr(row, "CHUNKS", chunks)
+        monkeypatch.setattr(row, "HELD", 0)
+    monkeypatch.setattr(_launch, "_memo", {})  # programs of the other tiles
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+@pytest.mark.parametrize("problem", BOXES, ids=by_name)
+def test_box_tiles(cupy_kind, problem, dtype):
+    """Every way to deal a problem to blocks, three for each problem, whatever its size."""
+    arrays = problem.inputs(dtype)[:3]
+    options = dict(problem.options, kernel_size=problem.kernel_size)
+    exact = oracle.na(*arrays, **problem.arguments)
+    rough = plain.na(*arrays, **problem.arguments)
+    tiles = box_tiles(problem)
+    first = BOXES.index(problem) + (dtype == "f16")
+    for box, chunks in {tiles[(first + n * 5) % len(tiles)]: None for n in range(3)}:
+        with pytest.MonkeyPatch.context() as patch, _select.force("box_"):
+            take_box(patch, len(problem.space), box, chunks)
+            results = na(cupy_kind, *arrays, **options)
+        for name, ours, good, other in zip(("y", "lse"), results, exact, rough):
+            agree(ours, good, other, what=name, row=f"box_{dtype}, {box}, {chunks}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+def test_box_windows_are_exact_sets(cupy_kind, monkeypatch, dtype, number):
+    """As above, in arrays whose features a box row takes."""
+    slack = 2 * eps(DTYPES[dtype])
+    if number:
+        for rank in (1, 2, 3):
+            take_box(monkeypatch, rank, box_configs.BoxForward.BOXES[rank][-1], ((32, 2),))
+    for space, options in windows():
+        tokens = math.prod(space)
+        features = min(n for n in box_configs.BoxForward.DIMS if n >= tokens)
+        expected = oracle.mask(space, **{"causal" if k == "is_causal" else k: v
+                                         for k, v in options.items()})
+        zero = np.zeros((1, *space, 1, features), DTYPES[dtype])
+        one_hot = np.eye(tokens, features).astype(DTYPES[dtype]).reshape(zero.shape)
+        with _select.force("box_"):
+            y, lse = na(cupy_kind, zero, zero, one_hot, **options)
+        y = y.astype(np.float64).reshape(tokens, features)[:, :tokens]
+        count = expected.sum(1, keepdims=True)
+        assert ((y > 0) == expected).all(), (space, options)
+        assert np.abs(y * count - expected).max() <= slack, (space, options)
+        assert np.abs(np.exp(lse.reshape(-1, 1)) / count - 1).max() <= 1e-6, (space, options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+@pytest.mark.parametrize("problem", [p for p in BOXES if p.name in (
+    "published_box", "strided_box", "square_box", "large_square_box", "cube_box")], ids=by_name)
+def test_box_rows_keep_out_what_is_not_in_the_window(cupy_kind, problem, dtype, value):
+    """A token that is not finite: results that see it are the plain kernel's, others stay."""
+    q, k, v = problem.inputs(dtype)[:3]
+    sees = oracle.mask(problem.space, **{key: x for key, x in problem.arguments.items()
+                                         if key != "scale"})
+    tokens = len(sees)
+    options = dict(problem.options, kernel_size=problem.kernel_size)
+
+    def run(row, arrays):
+        with _select.force(row):
+            return na(cupy_kind, *arrays, **options)
+
+    exact, rough = (of.na(q, k, v, **problem.arguments) for of in (oracle, plain))
+    good, token = run("box_", (q, k, v)), tokens // 2
+    for at, queries in ((1, sees[:, token]), (2, sees[:, token]), (0, np.arange(tokens) == token)):
+        poisoned = [x.copy() for x in (q, k, v)]
+        poisoned[at].reshape(problem.batch, tokens, -1)[:, token] = value
+        for name, a, b, c, d, e in zip(problem.results, run("box_", poisoned),
+                                       run("plain_", poisoned), good, exact, rough):
+            a, b, c, *right = (x.reshape(problem.batch, tokens, -1) for x in (a, b, c, d, e))
+            what = f"{name}, {value} in argument {at}"
+            if at == 2:  # those of the same tile are computed again, key by key
+                agree(a[:, ~queries], *(x[:, ~queries] for x in right), what=what)
+            else:
+                identical(a[:, ~queries], c[:, ~queries], what=what)
+            a, b = (x[:, queries].astype(np.float64) for x in (a, b))
+            assert (np.isfinite(a) == np.isfinite(b)).all(), (name, at)
+            assert np.array_equal(a[~np.isfinite(a)], b[~np.isfinite(b)], equal_nan=True)
+
+
+# --- rows of sm_90a ------------------------------------------------------------------------------
+
+HOPPER = (
+    Neighborhood("line", "boxes that stick out of the axis", (300,), 130, head_dim=64),
+    Neighborhood("folded", "groups that are lines of their own, shared heads", (280,), 31,
+                 dilation=4, head_dim=128, heads=4, kv_heads=2),
+    Neighborhood("strided_boxes", "groups of two lengths", (131,), 40, dilation=2, head_dim=64),
+    Neighborhood("shared", "stride, causal", (150,), 33, stride=5, causal=True, head_dim=64),
+    Neighborhood("cut", "fewer keys at a border", (140,), 41, boundary="clip", head_dim=128,
+                 batch=2),
+    Neighborhood("all_keys", "a window as long as the axis", (130,), 130, head_dim=64),
+    Neighborhood("grid", "two axes", (20, 37), (13, 9), dilation=(1, 2), head_dim=64, batch=2),
+    Neighborhood("cube", "three axes", (6, 10, 17), (3, 7, 8), dilation=(2, 1, 2),
+                 stride=(1, 2, 3), causal=(False, True, False), head_dim=128),
+)
+
+
+@pytest.fixture
+def hopper(cupy_kind, monkeypatch):
+    """Force the rows of sm_90a, whatever the window."""
+    if _device.device(0).capability != (9, 0):
+        pytest.skip("needs sm_90")
+    monkeypatch.setattr(neighborhood_hopper.HopperForward, "LEAST", 0)
+    monkeypatch.setattr(_launch, "_memo", {})
+    with _select.force("hopper_"):
+        yield cupy_kind
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+@pytest.mark.parametrize("problem", HOPPER, ids=by_name)
+def test_hopper_rows(hopper, problem, dtype):
+    check(problem, hopper, dtype, row="hopper")
+    (prepared,) = [p for p in _launch._memo.values() if p.row.name.startswith("hopper")]
+    assert prepared.row.name == f"hopper_{dtype}_d{problem.head_dim}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["guarded", "padded"])
+def test_hopper_takes_views_of_both_orders(hopper, layout):
+    """Heads beside the features, and heads first: the same bits, no copy."""
+    q, k, v = (mk(i, (2, 150, 2, 64), "bf16") for i in range(3))
+    y, lse = na(hopper, q, k, v, kernel_size=70)
+    views = [hopper.put(np.ascontiguousarray(x.swapaxes(1, 2))).swapaxes(1, 2) for x in (q, k, v)]
+    ours = cupyattn.neighborhood_attention(*views, 70, return_lse=True)
+    assert {p.row.name for p in _launch._memo.values()} == {"hopper_bf16_d64"}
+    for a, b in zip(ours, (y, lse)):
+        identical(np.array(hopper.get(a)), b)
+
+
+@pytest.mark.gpu
+def test_hopper_windows_are_exact_sets(hopper):
+    for space, options in windows():
+        tokens = math.prod(space)
+        features = 64 if tokens <= 64 else 128
+        if tokens > features:
+            continue
+        expected = oracle.mask(space, **{"causal" if k == "is_causal" else k: v
+                                         for k, v in options.items()})
+        zero = np.zeros((1, *space, 1, features), DTYPES["bf16"])
+        one_hot = np.eye(tokens, features).astype(DTYPES["bf16"]).reshape(zero.shape)
+        y, lse = na(hopper, zero, zero, one_hot, **options)
+        y = y.astype(np.float64).reshape(tokens, features)[:, :tokens]
+        count = expected.sum(1, keepdims=True)
+        assert np.abs(y * count - expected).max() <= 2 * eps(DTYPES["bf16"]), (space, options)
+        assert np.abs(np.exp(lse.reshape(-1, 1)) / count - 1).max() <= 1e-6, (space, options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("problem", [HOPPER[0], HOPPER[6]], ids=by_name)
+def test_hopper_rows_keep_out_what_is_not_in_the_window(hopper, problem, bad):
+    """A NaN or infinity in one token's key or value reaches exactly the queries that see it."""
+    q, k, v, _, _ = problem.inputs("bf16")
+    sees = oracle.mask(problem.space, **{key: value for key, value in problem.arguments.items()
+                                         if key != "scale"})
+    tokens = len(sees)
+    token = tokens // 2
+    options = dict(problem.options, kernel_size=problem.kernel_size)
+    good = na(hopper, q, k, v, **options)
+    for at in (1, 2):
+        poisoned = [x.copy() for x in (q, k, v)]
+        poisoned[at].reshape(problem.batch, tokens, -1)[:, token] = bad
+        for ours, clean in zip(na(hopper, *poisoned, **options), good):
+            ours, clean = (x.astype(np.float32).reshape(problem.batch, tokens, -1)
+                           for x in (ours, clean))
+            apart = ~sees[:, token]
+            # Rows beside a poisoned one may be computed the plain way: other bits.
+            np.testing.assert_allclose(ours[:, apart], clean[:, apart], atol=2.0 ** -7,
+                                       rtol=2.0 ** -7)
+        y = na(hopper, *poisoned, **options)[0].astype(np.float32)
+        y = y.reshape(problem.batch, tokens, -1)
+        if at == 2 or np.isnan(bad):
+            assert (~np.isfinite(y[:, sees[:, token]])).any(-1).all()
 
 
 # --- a short run for the sanitizer -----------------------------------------------------------

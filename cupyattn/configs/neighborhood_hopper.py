@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from .._program import (CTYPE, Device, Kernel, Layout, Program, Row, Step, TensorMap, cdiv,
                         few, token_view)
-from .neighborhood import Problem, values
+from .neighborhood_problem import Problem, values
 
 Box = tuple[int, int, int]
 _ROWS, _STAGES, _THREADS = 128, 2, 384
@@ -49,7 +49,7 @@ def _boxes(space: Box, window: Box, dilation: Box, stride: Box, axes: int,
             cost = waste * boxes * (math.prod(key) + _BOX_COST)
             if best is None or cost < best[0]:
                 best = (cost, query, key)
-    return best and best[1:]
+    return None if best is None else best[1:]
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Hopper(Row):
             return f"dilation {problem.dilation} exceeds 8, and its groups are not lines"
         return None
 
-    def _fit(self, problem: Problem, seen: tuple[int, ...]) -> tuple[Box, Box] | None:
+    def _fitted(self, problem: Problem, seen: tuple[int, ...]) -> tuple[Box, Box] | None:
         """Return the boxes of a block and of what it walks, of one of the sizes `seen`, if any fit."""
         space, window, dilation, stride = (_three(x) for x in (
             problem.space, problem.kernel_size, problem.dilation, problem.stride))
@@ -144,16 +144,18 @@ class HopperForward(Hopper):
         reason = super().refuses(problem, device)
         if reason is not None:
             return reason
-        boxes = self.boxes(problem)
+        boxes = self._fitted(problem, _KEYS)
         if boxes is None:
-            return f"no box of tokens fits dilation {problem.dilation}"
+            return f"dilation {problem.dilation} stretches every box beyond 256 tokens"
         if self._blocks(problem, boxes[0], problem.heads) >= 2**31:
             return "query boxes exceed a grid"
         return None
 
-    def boxes(self, problem: Problem) -> tuple[Box, Box] | None:
-        """Return the boxes of queries and of keys, if any fit."""
-        return self._fit(problem, _KEYS)
+    def boxes(self, problem: Problem) -> tuple[Box, Box]:
+        """Return the boxes of queries and of keys. Only called when the row does not refuse."""
+        boxes = self._fitted(problem, _KEYS)
+        assert boxes is not None
+        return boxes
 
     def _kernel(self, query: Box, key: Box, axes: int) -> Kernel:
         numbers = {"Dim": self.dim, "Stages": _STAGES, "Axes": axes,
@@ -175,9 +177,7 @@ class HopperForward(Hopper):
             ((4, 4, 8), (3, 3, 16), 3), ((16, 1, 8), (16, 1, 8), 3))))
 
     def program(self, problem: Problem, device: Device) -> Program:
-        boxes = self.boxes(problem)
-        assert boxes is not None
-        query, key = boxes
+        query, key = self.boxes(problem)
         buffers = {f"na.{name}.data": name
                    for name in ("q", "k", "v", "y", *(("lse",) if problem.return_lse else ()))}
         maps = {}
@@ -211,7 +211,7 @@ class HopperBackward(Hopper):
 
     def boxes(self, problem: Problem, part: str) -> tuple[Box, Box] | None:
         """Return the box that a block of "dq" or "dkdv" owns and those that it walks, if any fit."""
-        return self._fit(problem, self.keys if part == "dq" else self.queries)
+        return self._fitted(problem, self.keys if part == "dq" else self.queries)
 
     def refuses(self, problem: Problem, device: Device) -> str | None:
         reason = super().refuses(problem, device)
@@ -220,7 +220,7 @@ class HopperBackward(Hopper):
         for part, heads in (("dq", problem.heads), ("dkdv", problem.kv_heads)):
             boxes = self.boxes(problem, part)
             if boxes is None:
-                return f"no box of tokens fits dilation {problem.dilation}"
+                return f"dilation {problem.dilation} stretches every box beyond 256 tokens"
             if self._blocks(problem, boxes[0], heads) >= 2**31:
                 return "boxes exceed a grid"
         return None
@@ -311,5 +311,5 @@ def _heads(layout: Layout) -> str | None:
     return None
 
 
-FORWARD = tuple(HopperForward(dtype, dim) for dtype in ("bf16", "f16") for dim in (64, 128))
+ROWS = tuple(HopperForward(dtype, dim) for dtype in ("bf16", "f16") for dim in (64, 128))
 BACKWARD = tuple(HopperBackward(dtype, dim) for dtype in ("bf16", "f16") for dim in (64, 128))
