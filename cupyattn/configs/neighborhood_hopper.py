@@ -7,15 +7,18 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
+
 from .._program import (CTYPE, Device, Kernel, Layout, Program, Row, Step, TensorMap, cdiv,
                         few, token_view)
+from ..reference import neighborhood as reference
 from .neighborhood_problem import Problem, values
 
 Box = tuple[int, int, int]
+Axis = tuple[int, int, int, int, bool, str]  # positions, window, dilation, stride, causal, boundary
 _ROWS, _STAGES, _THREADS = 128, 2, 384
 _PLACE = 104  # bytes of HopperPlace, which the source asserts
 _KEYS = (96, 112, 128, 144, 160)  # of a box; more spill
-_BOX_COST = 24  # of a key box, in keys: its barriers and the exchange between lanes
 
 
 def _factors(n: int, axes: int, last: int) -> list[Box]:
@@ -26,30 +29,34 @@ def _factors(n: int, axes: int, last: int) -> list[Box]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _boxes(space: Box, window: Box, dilation: Box, stride: Box, axes: int,
-           sizes: tuple[int, ...]) -> tuple[Box, Box] | None:
-    """Return the box of a block's positions and that of those it walks, of least work by count.
+def _boxes(axes: tuple[Axis, ...], sizes: tuple[int, ...], inverse: bool, overhead: int
+           ) -> tuple[Box, Box] | None:
+    """Return the box that a block owns and that which it walks, of least work by count, if any fit.
 
-    `sizes` are those of the second; None: no box fits.
+    `sizes` are those of the second; `inverse`: keys own and queries are walked; `overhead`: the
+    cost of a walked box, in positions.
     """
-    length = [cdiv(n, d) for n, d in zip(space, dilation)]
-    best: tuple[float, Box, Box] | None = None
-    keys = [box for n in sizes for box in _factors(n, axes, 8)]
-    for query in _factors(_ROWS, axes, 1):
-        if any(n * d > 256 for n, d in zip(query, dilation)):
-            continue
-        # Keys that the queries of a box see, or queries that see its keys, and positions that a
-        # padded axis has for nothing.
-        seen = [min(w + q + s - 2, n) for w, q, s, n in zip(window, query, stride, length)]
-        waste = math.prod(cdiv(n, q) * q / n for n, q in zip(length, query))
-        for key in keys:
-            if any(n * d > 256 for n, d in zip(key, dilation)) or (axes > 1 and key[2] > 32):
-                continue
-            boxes = math.prod(cdiv(n, k) for n, k in zip(seen, key))
-            cost = waste * boxes * (math.prod(key) + _BOX_COST)
-            if best is None or cost < best[0]:
-                best = (cost, query, key)
-    return None if best is None else best[1:]
+    @functools.cache
+    def work(a: int, own: int, seen: int) -> int:
+        """Count the pairs along an axis, padding included."""
+        n, window, dilation, stride, causal, boundary = axes[a - 3]
+        if max(own, seen) * dilation > 256:
+            return 0
+        interval = reference.inverse_window if inverse else reference.window
+        start, end = interval(n, window, 1, stride, causal, boundary)
+        first = np.arange(0, n, own)
+        seen_by = end[np.minimum(first + own, n) - 1] - start[first]
+        return int((-(-seen_by // seen)).sum()) * own * seen
+
+    def cost(own: Box, seen: Box) -> float:
+        pairs = math.prod(work(a, own[a], seen[a]) for a in range(3 - len(axes), 3))
+        return pairs * (1 + overhead / math.prod(seen))
+
+    boxes = [(own, seen) for n in sizes for seen in _factors(n, len(axes), 8)
+             if len(axes) == 1 or seen[2] <= 32 for own in _factors(_ROWS, len(axes), 1)]
+    costs = {pair: cost(*pair) for pair in boxes}
+    fitting = [pair for pair in boxes if costs[pair] > 0]
+    return min(fitting, key=costs.__getitem__, default=None)
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,7 @@ class Hopper(Row):
     target: ClassVar[str | None] = "sm_90a"
     ARRAYS: ClassVar[tuple[str, ...]] = ("q", "k", "v")  # that the copy engine takes
     LEAST: ClassVar[int] = 576  # keys of a window, below which other rows are faster
+    OVERHEAD: ClassVar[int] = 24  # of a walked box, in positions: barriers, exchange between lanes
 
     @property
     def name(self) -> str:
@@ -87,13 +95,14 @@ class Hopper(Row):
             return f"dilation {problem.dilation} exceeds 8, and its groups are not lines"
         return None
 
-    def _fitted(self, problem: Problem, seen: tuple[int, ...]) -> tuple[Box, Box] | None:
-        """Return the boxes of a block and of what it walks, of one of the sizes `seen`, if any fit."""
-        space, window, dilation, stride = (_three(x) for x in (
-            problem.space, problem.kernel_size, problem.dilation, problem.stride))
-        if _folded(problem):  # groups are lines
-            space, dilation = (1, 1, space[2] // dilation[2]), (1, 1, 1)
-        return _boxes(space, window, dilation, stride, len(problem.space), seen)
+    def _fitted(self, problem: Problem, sizes: tuple[int, ...], inverse: bool = False
+                ) -> tuple[Box, Box] | None:
+        """Return the box that a block owns and that which it walks, if any fit."""
+        step = (1,) if _folded(problem) else problem.dilation  # groups that are lines
+        lengths = [cdiv(n, d) for n, d in zip(problem.space, problem.dilation)]
+        axes = tuple(zip(lengths, problem.kernel_size, step, problem.stride, problem.is_causal,
+                         (problem.boundary,) * len(lengths)))
+        return _boxes(axes, sizes, inverse, self.OVERHEAD)
 
     def _tiles(self, problem: Problem, own: Box) -> Box:
         """Return the boxes along each axis of the longest dilation group."""
@@ -197,6 +206,7 @@ class HopperBackward(Hopper):
     """128 queries a block for dq, then 128 keys a block for dk and dv."""
 
     ARRAYS: ClassVar[tuple[str, ...]] = ("q", "k", "v", "dy")
+    OVERHEAD: ClassVar[int] = 8
     _SHARED: ClassVar[int] = 227 << 10  # bytes of a block
 
     @property
@@ -210,8 +220,9 @@ class HopperBackward(Hopper):
         return (64,) if self.dim == 128 else (64, 80, 96)
 
     def boxes(self, problem: Problem, part: str) -> tuple[Box, Box] | None:
-        """Return the box that a block of "dq" or "dkdv" owns and those that it walks, if any fit."""
-        return self._fitted(problem, self.keys if part == "dq" else self.queries)
+        """Return the box that a block of "dq" or "dkdv" owns and those that it walks, if any."""
+        return (self._fitted(problem, self.keys) if part == "dq"
+                else self._fitted(problem, self.queries, inverse=True))
 
     def refuses(self, problem: Problem, device: Device) -> str | None:
         reason = super().refuses(problem, device)
@@ -250,8 +261,10 @@ class HopperBackward(Hopper):
         """Return the kernels of a few boxes; others are compiled when they are met."""
         keys, queries = self.keys[-1] // 32, self.queries[-1] // 32
         return tuple(self._kernel(*case) for case in few(self.dtype, (
-            ("dq", (1, 1, 128), (1, 1, keys * 32), 1), ("dkdv", (1, 1, 128), (1, 1, queries * 32), 1),
-            ("dq", (1, 8, 16), (1, keys * 2, 16), 2), ("dkdv", (1, 8, 16), (1, queries * 2, 16), 2),
+            ("dq", (1, 1, 128), (1, 1, keys * 32), 1),
+            ("dkdv", (1, 1, 128), (1, 1, queries * 32), 1),
+            ("dq", (1, 8, 16), (1, keys * 2, 16), 2),
+            ("dkdv", (1, 8, 16), (1, queries * 2, 16), 2),
             ("dq", (4, 4, 8), (keys, 2, 16), 3), ("dkdv", (4, 4, 8), (queries, 4, 8), 3))))
 
     def _step(self, problem: Problem, part: str, heads: int, buffers: tuple[str, ...]) -> Step:
