@@ -28,7 +28,8 @@
 //           dk, dv: s = k q^T and dp = v dy^T are issued together; p is made while dp runs, ds while
 //           dv += p dy does, and then dk += ds q: the other warpgroup's products fill the gaps. The
 //           second warp of the first warpgroup brings lse and delta
-// Masks     only in boxes that do not lie inside every row's interval
+// Masks     only in boxes that do not lie inside the interval of each of a warpgroup's rows; a warpgroup
+//           passes over boxes that none of its rows sees
 // Memory    delta: one number per query and head; nothing of size (queries, keys); no atomics, the
 //           same bits every time
 // Not finite  a NaN beside the window would reach a sum by 0 * NaN: rows that are not finite are
@@ -188,7 +189,7 @@ __device__ void neighborhood_hopper_dq(const NeighborhoodHopperParams& hp) {
   using B = Boxes<Config>;
   constexpr int kStages = Config::kStages, kDim = Config::kDim, kKeys = B::kSeen;
   static_assert(Config::kThreads == 384 && !Config::kInverse, "three warpgroups; queries own");
-  static_assert(sizeof(BoxPlace<Config>) == 104, "_PLACE in configs/neighborhood_hopper.py");
+  static_assert(sizeof(BoxPlace<Config>) == 176, "_PLACE in configs/neighborhood_hopper.py");
   const NeighborhoodParams& p = hp.na;
   extern __shared__ unsigned char memory[];
   const unsigned q_at = static_cast<unsigned>(__cvta_generic_to_shared(memory));
@@ -255,6 +256,10 @@ __device__ void neighborhood_hopper_dq(const NeighborhoodHopperParams& hp) {
   const int lane = threadIdx.x % 32, quad = lane % 4;
   int row0 = warpgroup * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;
   intervals.set(p, place, row0);
+  if (threadIdx.x % 128 == 0) {
+    shared_place.set_rows(p, warpgroup * 64);
+  }
+  named_barrier(1 + warpgroup, 128);  // its bounds are known
   const float scale = float(p.scale);
   float lse[2], delta[2];  // times log2 e, times scale
 #pragma unroll
@@ -289,6 +294,7 @@ __device__ void neighborhood_hopper_dq(const NeighborhoodHopperParams& hp) {
                                k_at + stage * B::kSeenBytes);
     warpgroup_commit();
     barrier_wait(v_full + 8 * stage, parity);
+    warpgroup_arrive();
     multiply_features<T, kDim>(dp, dy_at + warpgroup * 8192, B::kRows * 128,
                                v_at + stage * B::kSeenBytes);
     warpgroup_commit();
@@ -301,7 +307,7 @@ __device__ void neighborhood_hopper_dq(const NeighborhoodHopperParams& hp) {
   BoxWalk<Config> walk(place);
   const auto make_weights = [&]() {
     hold(s);
-    if (!walk.is_inside()) {
+    if (!walk.is_inside(warpgroup)) {
       intervals.mask(s, walk, row0);
     }
     walk.next();
@@ -322,27 +328,39 @@ __device__ void neighborhood_hopper_dq(const NeighborhoodHopperParams& hp) {
   };
 
   barrier_wait(own_full, 0);
-  start_scores(0);
-  warpgroup_wait<1>();
-  make_weights();
-  warpgroup_wait<0>();
-  release(v_empty);
-  make_ds();
-  pack_operands<T, kKeys>(ds, s);
-  for (int i = 1; i < boxes; ++i) {
+  for (int i = 0; i < boxes;) {
+    if (walk.is_outside(warpgroup)) {
+      barrier_wait(k_full + 8 * (i % kStages), i / kStages & 1);
+      release(k_empty + 8 * (i % kStages));
+      barrier_wait(v_full + 8 * (i % kStages), i / kStages & 1);
+      release(v_empty + 8 * (i % kStages));
+      walk.next();
+      ++i;
+      continue;
+    }
     start_scores(i);
-    add_keys(i - 1);
-    warpgroup_wait<2>();  // s
+    warpgroup_wait<1>();
     make_weights();
-    warpgroup_wait<1>();  // dp
+    warpgroup_wait<0>();
     release(v_empty + 8 * (i % kStages));
     make_ds();
-    warpgroup_wait<0>();  // dq
-    release(k_empty + 8 * ((i - 1) % kStages));
     pack_operands<T, kKeys>(ds, s);
+    for (++i; i < boxes && !walk.is_outside(warpgroup); ++i) {
+      start_scores(i);
+      add_keys(i - 1);
+      warpgroup_wait<2>();  // s
+      make_weights();
+      warpgroup_wait<1>();  // dp
+      release(v_empty + 8 * (i % kStages));
+      make_ds();
+      warpgroup_wait<0>();  // dq
+      release(k_empty + 8 * ((i - 1) % kStages));
+      pack_operands<T, kKeys>(ds, s);
+    }
+    add_keys(i - 1);
+    warpgroup_wait<0>();
+    release(k_empty + 8 * ((i - 1) % kStages));
   }
-  add_keys(boxes - 1);
-  warpgroup_wait<0>();
   hold(dq);
 
   row0 = again(row0);  // or what depends on it is kept in registers all the time
@@ -366,7 +384,7 @@ __device__ void neighborhood_hopper_dkdv(const NeighborhoodHopperParams& hp) {
   constexpr int kStages = Config::kStages, kDim = Config::kDim, kQueries = B::kSeen;
   constexpr int kStageBytes = 2 * B::kSeenBytes;
   static_assert(Config::kThreads == 384 && Config::kInverse, "three warpgroups; keys own");
-  static_assert(sizeof(BoxPlace<Config>) == 104, "_PLACE in configs/neighborhood_hopper.py");
+  static_assert(sizeof(BoxPlace<Config>) == 176, "_PLACE in configs/neighborhood_hopper.py");
   const NeighborhoodParams& p = hp.na;
   extern __shared__ unsigned char memory[];
   const unsigned k_at = static_cast<unsigned>(__cvta_generic_to_shared(memory));
@@ -459,6 +477,10 @@ __device__ void neighborhood_hopper_dkdv(const NeighborhoodHopperParams& hp) {
   const int lane = threadIdx.x % 32, quad = lane % 4;
   int row0 = warpgroup * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;
   intervals.set(p, place, row0);
+  if (threadIdx.x % 128 == 0) {
+    shared_place.set_rows(p, warpgroup * 64);
+  }
+  named_barrier(1 + warpgroup, 128);  // its bounds are known
   const float scale = float(p.scale), scale2 = scale * kLog2e;
   float s[kQueries / 2], dp[kQueries / 2], dk[kDim / 2], dv[kDim / 2];
   unsigned operands[kQueries / 16][4];  // p, then ds
@@ -478,6 +500,11 @@ __device__ void neighborhood_hopper_dkdv(const NeighborhoodHopperParams& hp) {
     const unsigned q_at = stages + stage * kStageBytes, dy_at = q_at + B::kSeenBytes;
     const float* of_stage = sums + stage * kQueries * 2 + 2 * quad;
     barrier_wait(full + 8 * stage, parity);
+    if (walk.is_outside(warpgroup)) {
+      barrier_wait(known + 8 * stage, parity);
+      release(i);
+      continue;
+    }
     warpgroup_arrive();
     multiply_features<T, kDim>(s, k_at + warpgroup * 8192, B::kRows * 128, q_at);
     warpgroup_commit();
@@ -485,7 +512,7 @@ __device__ void neighborhood_hopper_dkdv(const NeighborhoodHopperParams& hp) {
     warpgroup_commit();
     warpgroup_wait<1>();  // s
     hold(s);
-    if (!walk.is_inside()) {
+    if (!walk.is_inside(warpgroup)) {
       intervals.mask(s, walk, row0);
     }
     barrier_wait(known + 8 * stage, parity);

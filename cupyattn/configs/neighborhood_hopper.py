@@ -207,6 +207,7 @@ class HopperBackward(Hopper):
 
     ARRAYS: ClassVar[tuple[str, ...]] = ("q", "k", "v", "dy")
     OVERHEAD: ClassVar[int] = 8
+    _PLACE: ClassVar[int] = 176  # bytes of BoxPlace, which the source asserts
     _SHARED: ClassVar[int] = 227 << 10  # bytes of a block
 
     @property
@@ -240,7 +241,7 @@ class HopperBackward(Hopper):
         """Return how many boxes are in flight, and the bytes of shared memory."""
         count = math.prod(seen)
         stage = 2 * count * self.dim * 2 + (8 * 4 if part == "dq" else 8 * count + 8 * 3)
-        rest = 2 * _ROWS * self.dim * 2 + 8 + _PLACE + 8 * axes * _ROWS
+        rest = 2 * _ROWS * self.dim * 2 + 8 + self._PLACE + 8 * axes * _ROWS
         stages = min((self._SHARED - rest) // stage, 4)
         return stages, rest + stages * stage
 

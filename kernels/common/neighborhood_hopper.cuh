@@ -20,6 +20,7 @@ struct Boxes {
   static constexpr int kSeenBytes = kSeen * Config::kDim * 2;
   static constexpr int kFirstAxis = 3 - Config::kAxes;  // axes before it have one position
   static_assert(kRows == 128, "two warpgroups of 64 rows");
+  static_assert((kRows & (kRows - 1)) == 0, "half of a box is a box");
   static_assert(kSeen % 16 == 0, "whole products");
   static_assert(Config::kSeenW % 8 == 0, "8 neighbouring columns are neighbours on the last axis");
 
@@ -38,8 +39,10 @@ struct BoxPlace {
   int own[3];           // first position
   int first[3];         // of the first box
   int boxes[3];
-  int low[3], high[3];  // positions that every row is related to
   bool exists;
+  // Of the 64 rows of a warpgroup: the interval of positions that some row is related to, and that of
+  // those that every row is.
+  Interval some[2][3], every[2][3];
 
   __device__ void set(const NeighborhoodHopperParams& hp, int heads) {
     const NeighborhoodParams& p = hp.na;
@@ -69,9 +72,20 @@ struct BoxPlace {
         const Interval of_last = Boxes<Config>::seen(p, a, last, n[a]);
         first[a] = of_first.start;
         boxes[a] = (max(of_last.end - of_first.start, 0) + seen_box[a] - 1) / seen_box[a];
-        low[a] = of_last.start;
-        high[a] = of_first.end;
       }
+    }
+  }
+
+  // By both warpgroups, each with its first row.
+  __device__ void set_rows(const NeighborhoodParams& p, int row) {
+#pragma unroll
+    for (int a = 0; a < 3; ++a) {
+      // Rows of a half are a box; its last row is last on every axis.
+      const int from = min(position(a, row), n[a] - 1), to = min(position(a, row + 63), n[a] - 1);
+      const Interval of_first = Boxes<Config>::seen(p, a, from, n[a]);
+      const Interval of_last = Boxes<Config>::seen(p, a, to, n[a]);
+      some[row / 64][a] = {of_first.start, of_last.end};
+      every[row / 64][a] = {of_last.start, of_first.end};
     }
   }
 
@@ -122,15 +136,28 @@ struct BoxWalk {
     return carry;
   }
 
-  // Whether every row of the block is related to every position of the box.
-  __device__ bool is_inside() const {
+  // Whether every row of a warpgroup is related to every position of the box.
+  __device__ bool is_inside(int warpgroup) const {
     const int step[3] = {Config::kSeenT, Config::kSeenH, Config::kSeenW};
     bool inside = true;
 #pragma unroll
     for (int a = Boxes<Config>::kFirstAxis; a < 3; ++a) {
-      inside = inside && at[a] >= place.low[a] && at[a] + step[a] <= place.high[a];
+      const Interval in = place.every[warpgroup][a];
+      inside = inside && at[a] >= in.start && at[a] + step[a] <= in.end;
     }
     return inside;
+  }
+
+  // Whether no row of a warpgroup is related to any position of the box.
+  __device__ bool is_outside(int warpgroup) const {
+    const int step[3] = {Config::kSeenT, Config::kSeenH, Config::kSeenW};
+    bool outside = false;
+#pragma unroll
+    for (int a = Boxes<Config>::kFirstAxis; a < 3; ++a) {
+      const Interval in = place.some[warpgroup][a];
+      outside = outside || at[a] + step[a] <= in.start || at[a] >= in.end;
+    }
+    return outside;
   }
 };
 
