@@ -29,27 +29,35 @@ def _factors(n: int, axes: int, last: int) -> list[Box]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _boxes(axes: tuple[Axis, ...], sizes: tuple[int, ...], inverse: bool, overhead: int
-           ) -> tuple[Box, Box] | None:
+def _boxes(axes: tuple[Axis, ...], sizes: tuple[int, ...], inverse: bool, halves: bool,
+           overhead: int) -> tuple[Box, Box] | None:
     """Return the box that a block owns and that which it walks, of least work by count, if any fit.
 
-    `sizes` are those of the second; `inverse`: keys own and queries are walked; `overhead`: the
-    cost of a walked box, in positions.
+    `sizes` are those of the second; `inverse`: keys own and queries are walked; `halves`: each half
+    of a block passes over boxes that it does not see; `overhead`: the cost of a walked box, in
+    positions.
     """
     @functools.cache
-    def work(a: int, own: int, seen: int) -> int:
-        """Count the pairs along an axis, padding included."""
+    def work(a: int, own: int, seen: int, parts: int) -> int:
+        """Count the pairs along an axis that is cut into so many parts, padding included."""
         n, window, dilation, stride, causal, boundary = axes[a - 3]
         if max(own, seen) * dilation > 256:
             return 0
         interval = reference.inverse_window if inverse else reference.window
         start, end = interval(n, window, 1, stride, causal, boundary)
-        first = np.arange(0, n, own)
-        seen_by = end[np.minimum(first + own, n) - 1] - start[first]
-        return int((-(-seen_by // seen)).sum()) * own * seen
+        block = np.arange(0, n, own)
+        count = 0
+        for part in range(parts):
+            first, last = (np.minimum(block + x, n - 1)
+                           for x in (own * part // parts, own * (part + 1) // parts - 1))
+            count += int((-((start[block] - end[last]) // seen)
+                          - (start[first] - start[block]) // seen).sum())
+        return count * own // parts * seen
 
     def cost(own: Box, seen: Box) -> float:
-        pairs = math.prod(work(a, own[a], seen[a]) for a in range(3 - len(axes), 3))
+        cut = next((a for a in range(3) if own[a] > 1), 2)  # halves lie along the first such axis
+        pairs = math.prod(work(a, own[a], seen[a], 1 + (halves and a == cut))
+                          for a in range(3 - len(axes), 3))
         return pairs * (1 + overhead / math.prod(seen))
 
     boxes = [(own, seen) for n in sizes for seen in _factors(n, len(axes), 8)
@@ -69,6 +77,7 @@ class Hopper(Row):
     target: ClassVar[str | None] = "sm_90a"
     ARRAYS: ClassVar[tuple[str, ...]] = ("q", "k", "v")  # that the copy engine takes
     LEAST: ClassVar[int] = 576  # keys of a window, below which other rows are faster
+    HALVES: ClassVar[bool] = False  # warpgroups pass over boxes that they do not see
     OVERHEAD: ClassVar[int] = 24  # of a walked box, in positions: barriers, exchange between lanes
 
     @property
@@ -102,7 +111,7 @@ class Hopper(Row):
         lengths = [cdiv(n, d) for n, d in zip(problem.space, problem.dilation)]
         axes = tuple(zip(lengths, problem.kernel_size, step, problem.stride, problem.is_causal,
                          (problem.boundary,) * len(lengths)))
-        return _boxes(axes, sizes, inverse, self.OVERHEAD)
+        return _boxes(axes, sizes, inverse, self.HALVES, self.OVERHEAD)
 
     def _tiles(self, problem: Problem, own: Box) -> Box:
         """Return the boxes along each axis of the longest dilation group."""
@@ -206,6 +215,7 @@ class HopperBackward(Hopper):
     """128 queries a block for dq, then 128 keys a block for dk and dv."""
 
     ARRAYS: ClassVar[tuple[str, ...]] = ("q", "k", "v", "dy")
+    HALVES: ClassVar[bool] = True
     OVERHEAD: ClassVar[int] = 8
     _PLACE: ClassVar[int] = 176  # bytes of BoxPlace, which the source asserts
     _SHARED: ClassVar[int] = 227 << 10  # bytes of a block
