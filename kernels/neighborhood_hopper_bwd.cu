@@ -205,7 +205,7 @@ __device__ void neighborhood_hopper_dq(const NeighborhoodHopperParams& hp) {
       *reinterpret_cast<BoxPlace<Config>*>(memory + (v_empty + 8 * kStages - q_at));
   const BoxPlace<Config>& place = shared_place;
   RowIntervals<Config>& intervals = *reinterpret_cast<RowIntervals<Config>*>(&shared_place + 1);
-  const int warpgroup = int(threadIdx.x) / 128 - 1;
+  const int warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / 128 - 1, 0);  // known to be uniform
   if (threadIdx.x == 0) {
     shared_place.set(hp, p.heads);
     barrier_init(own_full, 1);
@@ -401,7 +401,7 @@ __device__ void neighborhood_hopper_dkdv(const NeighborhoodHopperParams& hp) {
       *reinterpret_cast<BoxPlace<Config>*>(memory + (empty + 8 * kStages - k_at));
   const BoxPlace<Config>& place = shared_place;
   RowIntervals<Config>& intervals = *reinterpret_cast<RowIntervals<Config>*>(&shared_place + 1);
-  const int warpgroup = int(threadIdx.x) / 128 - 1;
+  const int warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / 128 - 1, 0);  // known to be uniform
   if (threadIdx.x == 0) {
     shared_place.set(hp, p.kv_heads);
     barrier_init(own_full, 1);
