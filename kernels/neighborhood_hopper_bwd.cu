@@ -1,4 +1,5 @@
-// neighborhood_hopper_bwd.cu: neighborhood attention, backward, by TMA and warpgroup products (sm_90a).
+// neighborhood_hopper_bwd.cu: neighborhood attention, backward, by TMA and warpgroup products
+// (sm_90a).
 //
 //   p[i,j]   = exp(scale * <q[i], k[j]> - lse[i])          for j in window(i)
 //   dp[i,j]  = <dy[i], v[j]>
@@ -11,31 +12,33 @@
 // Grid      x: boxes of queries (dq) or keys (dk, dv) of a dilation group, last axis fastest; then
 //           groups, heads (of keys for dk, dv), batch
 // Block     one warpgroup whose first thread asks for boxes, two that own 64 rows each
-// Tile map  dq: 128 queries that walk boxes of the keys that they see. dk, dv: 128 keys that walk boxes
-//           of the queries that see them, for each query head of the kv head. Boxes as in
+// Tile map  dq: 128 queries that walk boxes of the keys that they see. dk, dv: 128 keys that walk
+//           boxes of the queries that see them, for each query head of the kv head. Boxes as in
 //           common/neighborhood_hopper.cuh
 //
 //                  keys                            queries
 //               +--------+                        +--------+
 //    queries 64 | s, dp  |              keys   64 | s, dp  |    transposed: p and ds are left
 //               +--------+                        +--------+    operands as they are
-//           registers: s, dp, ds, dq         registers: s, dp, p, ds, dk, dv
+//           registers: s, dp, ds, dq         registers: s, dp, p or ds, dk, dv
 //
-//           shared memory: q, dy (or k, v) of the block, kStages of the others; of queries also lse
-//           and delta
-// Pipeline  dq: s(i) = q k(i)^T, dp(i) = dy v(i)^T and dq += ds(i - 1) k(i - 1) are issued together;
-//           ds(i) is made while the last runs
-//           dk, dv: s = k q^T and dp = v dy^T are issued together; p is made while dp runs, ds while
-//           dv += p dy does, and then dk += ds q: the other warpgroup's products fill the gaps. The
-//           second warp of the first warpgroup brings lse and delta
-// Masks     only in boxes that do not lie inside the interval of each of a warpgroup's rows; a warpgroup
-//           passes over boxes that none of its rows sees
-// Memory    delta: one number per query and head; nothing of size (queries, keys); no atomics, the
-//           same bits every time
+//           shared memory: q, dy (or k, v) of the block, kStages of the others; of queries also
+//           lse and delta
+// Pipeline  dq: s(i) = q k(i)^T, dp(i) = dy v(i)^T and dq += ds(i - 1) k(i - 1) are issued
+//           together; ds(i) is made while the last runs
+//           dk, dv: s = k q^T and dp = v dy^T are issued together; p is made while dp runs, ds
+//           while dv += p dy does, and then dk += ds q: the other warpgroup's products fill the
+//           gaps. The second warp of the first warpgroup brings lse and delta
+// Masks     only in boxes that do not lie inside the interval of each of a warpgroup's rows; a
+//           warpgroup passes over boxes that none of its rows sees
+// Memory    lse and delta side by side, two numbers per query and head; nothing of size (queries,
+//           keys); no atomics, the same bits every time
 // Not finite  a NaN beside the window would reach a sum by 0 * NaN: rows that are not finite are
 //           computed again, pair by pair
-// Limits    sm_90a; strides in 16 bytes; scale > 0
-// Sources   Dao et al. 2022 for the recomputation from lse; Shah et al. 2024 for the transposed scores
+// Limits    sm_90a; strides in 16 bytes; scale > 0; windows of many keys: y is rounded, so where a
+//           query has one key its ds is not exactly 0, as it is in neighborhood_bwd.cu
+// Sources   Dao et al. 2022 for the recomputation from lse; Shah et al. 2024 for the transposed
+//           scores
 #include "common/features.cuh"
 #include "common/neighborhood_hopper.cuh"
 #include "common/wgmma.cuh"
@@ -205,7 +208,8 @@ __device__ void neighborhood_hopper_dq(const NeighborhoodHopperParams& hp) {
       *reinterpret_cast<BoxPlace<Config>*>(memory + (v_empty + 8 * kStages - q_at));
   const BoxPlace<Config>& place = shared_place;
   RowIntervals<Config>& intervals = *reinterpret_cast<RowIntervals<Config>*>(&shared_place + 1);
-  const int warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / 128 - 1, 0);  // known to be uniform
+  // Known to be uniform, so that addresses of products are.
+  const int warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / 128 - 1, 0);
   if (threadIdx.x == 0) {
     shared_place.set(hp, p.heads);
     barrier_init(own_full, 1);
@@ -401,7 +405,8 @@ __device__ void neighborhood_hopper_dkdv(const NeighborhoodHopperParams& hp) {
       *reinterpret_cast<BoxPlace<Config>*>(memory + (empty + 8 * kStages - k_at));
   const BoxPlace<Config>& place = shared_place;
   RowIntervals<Config>& intervals = *reinterpret_cast<RowIntervals<Config>*>(&shared_place + 1);
-  const int warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / 128 - 1, 0);  // known to be uniform
+  // Known to be uniform, so that addresses of products are.
+  const int warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / 128 - 1, 0);
   if (threadIdx.x == 0) {
     shared_place.set(hp, p.kv_heads);
     barrier_init(own_full, 1);

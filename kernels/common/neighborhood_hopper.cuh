@@ -1,5 +1,5 @@
-// neighborhood_hopper.cuh: boxes of positions that a block owns and that it walks, for sm_90a kernels of
-// neighborhood attention.
+// neighborhood_hopper.cuh: boxes of positions that a block owns and that it walks, for sm_90a
+// kernels of neighborhood attention.
 //
 // A block owns kRows positions of a dilation group: Config::kOwn{T,H,W}. It walks boxes of
 // kSeen{T,H,W} positions: the keys that its queries see or, Config::kInverse, the queries that see
@@ -19,8 +19,8 @@ struct Boxes {
   static constexpr int kRowBytes = kRows * Config::kDim * 2;   // of one array
   static constexpr int kSeenBytes = kSeen * Config::kDim * 2;
   static constexpr int kFirstAxis = 3 - Config::kAxes;  // axes before it have one position
-  static_assert(kRows == 128, "two warpgroups of 64 rows");
-  static_assert((kRows & (kRows - 1)) == 0, "half of a box is a box");
+  static_assert(kRows == 128, "two warpgroups of 64 rows; extents are powers of two, and so half "
+                              "of a box is a box");
   static_assert(kSeen % 16 == 0, "whole products");
   static_assert(Config::kSeenW % 8 == 0, "8 neighbouring columns are neighbours on the last axis");
 
@@ -40,8 +40,8 @@ struct BoxPlace {
   int first[3];         // of the first box
   int boxes[3];
   bool exists;
-  // Of the 64 rows of a warpgroup: the interval of positions that some row is related to, and that of
-  // those that every row is.
+  // Of the 64 rows of a warpgroup: the interval of positions that some row is related to, and that
+  // of those that every row is.
   Interval some[2][3], every[2][3];
 
   __device__ void set(const NeighborhoodHopperParams& hp, int heads) {
@@ -161,8 +161,8 @@ struct BoxWalk {
   }
 };
 
-// What the rows of a block are related to, in shared memory: only boxes with masks need it. A thread has
-// row0 and row0 + 8 of the block; rows belong to one warp.
+// What the rows of a block are related to, in shared memory: only boxes with masks need it. A
+// thread has row0 and row0 + 8 of the block; rows belong to one warp.
 template <class Config>
 struct RowIntervals {
   int start[Config::kAxes][Boxes<Config>::kRows];
@@ -246,7 +246,7 @@ __device__ inline bool store_row(T* row, bool has, int i, const float (&d)[kCoun
   const bool aligned = reinterpret_cast<unsigned long long>(row) % 16 == 0;
   bool finite = true;
 #pragma unroll
-  for (int block = 0; block < kCount / 4; block += 4) {  // of 8 features; lane q ends with one of four
+  for (int block = 0; block < kCount / 4; block += 4) {  // of 8 features; a lane ends with one
     unsigned w[4];
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
@@ -271,8 +271,8 @@ __device__ inline bool store_row(T* row, bool has, int i, const float (&d)[kCoun
   return finite;
 }
 
-// Call visit(token) for each row of the warp that has `again` set in one of its four lanes; all lanes
-// of the warp are there.
+// Call visit(token) for each row of the warp that has `again` set in one of its four lanes; all
+// lanes of the warp are there.
 template <class Visit>
 __device__ inline void for_each_row(bool again, const Token& mine, Visit visit) {
   unsigned rows = __ballot_sync(0xffffffffu, again);
