@@ -271,12 +271,12 @@ class HopperBackward(Hopper):
     def kernels(self) -> tuple[Kernel, ...]:
         """Return the kernels of a few boxes; others are compiled when they are met."""
         keys, queries = self.keys[-1] // 32, self.queries[-1] // 32
-        return tuple(self._kernel(*case) for case in few(self.dtype, (
-            ("dq", (1, 1, 128), (1, 1, keys * 32), 1),
-            ("dkdv", (1, 1, 128), (1, 1, queries * 32), 1),
-            ("dq", (1, 8, 16), (1, keys * 2, 16), 2),
-            ("dkdv", (1, 8, 16), (1, queries * 2, 16), 2),
-            ("dq", (4, 4, 8), (keys, 2, 16), 3), ("dkdv", (4, 4, 8), (queries, 4, 8), 3))))
+        cases = few(self.dtype, (
+            ((1, 1, 128), (1, 1, keys * 32), (1, 1, queries * 32), 1),
+            ((1, 8, 16), (1, keys * 2, 16), (1, queries * 2, 16), 2),
+            ((4, 4, 8), (keys, 2, 16), (queries, 4, 8), 3)))
+        return tuple(self._kernel(part, own, seen, axes) for own, *both, axes in cases
+                     for part, seen in zip(("dq", "dkdv"), both))
 
     def _step(self, problem: Problem, part: str, heads: int, buffers: tuple[str, ...]) -> Step:
         boxes = self.boxes(problem, part)
