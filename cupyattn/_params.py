@@ -36,9 +36,9 @@ STRUCTS: dict[str, np.dtype] = {
     "TensorMap": TENSOR_MAP,
     "NeighborhoodParams": NEIGHBORHOOD,
     "NeighborhoodHopperParams": _struct(
-        ("q_map", TENSOR_MAP), ("k_map", TENSOR_MAP), ("v_map", TENSOR_MAP), ("na", NEIGHBORHOOD),
-        ("tiles", "i4", 3), ("q_heads_first", "i4"), ("k_heads_first", "i4"),
-        ("v_heads_first", "i4"), ("folded", "i4"), align=64),
+        *((f"{name}_map", TENSOR_MAP) for name in ("q", "k", "v", "dy")), ("na", NEIGHBORHOOD),
+        ("tiles", "i4", 3), *((f"{name}_heads_first", "i4") for name in ("q", "k", "v", "dy")),
+        ("folded", "i4"), align=64),
     "LinearParams": _struct(
         ("a", MATRIX_VIEW, 4), ("b", MATRIX_VIEW, 4), ("c", MATRIX_VIEW, 4), ("bias", "u8", 4),
         ("bias_stride", "i8", 4), ("rows", "i8", 4), ("columns", "i8", 4), ("depth", "i8", 4),

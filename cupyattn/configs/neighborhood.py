@@ -79,5 +79,6 @@ FORWARD: tuple[Row, ...] = (
     *(BandForward(dtype) for dtype in ("f32", "bf16", "f16")),
     *(Plain(dtype, dim, False) for dtype in FLOATS for dim in _DIMS))
 BACKWARD: tuple[Row, ...] = (
+    *neighborhood_hopper.BACKWARD,
     *(BandBackward(dtype) for dtype in FLOATS if dtype != "f64"),
     *(Plain(dtype, dim, True) for dtype in FLOATS for dim in _DIMS))

@@ -72,10 +72,12 @@ struct LinearHopperParams {
 };
 
 struct NeighborhoodHopperParams {
-  TensorMap q_map, k_map, v_map;   // (features, last axis, middle, first, batch or batch and heads)
+  // (features, last axis, middle, first, batch or batch and heads)
+  TensorMap q_map, k_map, v_map, dy_map;
   NeighborhoodParams na;
-  int tiles[3];                    // query boxes along each axis of the longest dilation group
-  int q_heads_first, k_heads_first, v_heads_first;  // 1: heads are counted with the batch
+  int tiles[3];                    // boxes of blocks along each axis of the longest dilation group
+  // 1: heads are counted with the batch
+  int q_heads_first, k_heads_first, v_heads_first, dy_heads_first;
   int folded;                      // 1: (features, position in the group, group, 1, batch)
 };
 

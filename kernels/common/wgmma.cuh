@@ -47,6 +47,10 @@ __device__ inline void hold(float (&d)[kCount]) {
   "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, " \
   "%38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, " \
   "%56, %57, %58, %59, %60, %61, %62, %63}"
+#define CUPYATTN_D80 \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
+  "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, " \
+  "%38, %39}"
 #define CUPYATTN_D96 \
   "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
   "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, " \
@@ -77,6 +81,7 @@ __device__ inline void hold(float (&d)[kCount]) {
   CUPYATTN_4(d, i), CUPYATTN_4(d, i + 4), CUPYATTN_4(d, i + 8), CUPYATTN_4(d, i + 12)
 #define CUPYATTN_OUT64(d) CUPYATTN_16(d, 0), CUPYATTN_16(d, 16)
 #define CUPYATTN_OUT128(d) CUPYATTN_OUT64(d), CUPYATTN_16(d, 32), CUPYATTN_16(d, 48)
+#define CUPYATTN_OUT80(d) CUPYATTN_OUT64(d), CUPYATTN_4(d, 32), CUPYATTN_4(d, 36)
 #define CUPYATTN_OUT96(d) \
   CUPYATTN_16(d, 0), CUPYATTN_16(d, 16), CUPYATTN_16(d, 32)
 #define CUPYATTN_OUT112(d) \
@@ -156,7 +161,25 @@ __device__ inline void multiply_rows(float (&d)[32], const unsigned (&a)[4], uns
     CUPYATTN_REGISTERS(64, "k16.f32.f16.f16", "{%32, %33, %34, %35}", "%36", "%37", "1");
   }
 }
-// 64 x 96, 112, 128, 144, 160 or 176, both from shared memory, depth inside, 16-bit.
+// 64 x 64, 80, 96, 112, 128, 144, 160 or 176, both from shared memory, depth inside, 16-bit.
+template <class T>
+__device__ inline void multiply_keys(float (&d)[32], unsigned long long a, unsigned long long b,
+                                     int add) {
+  if constexpr (kIsBfloat<T>) {
+    CUPYATTN_SHARED(64, "k16.f32.bf16.bf16", ", 0, 0", "%32", "%33", "%34");
+  } else {
+    CUPYATTN_SHARED(64, "k16.f32.f16.f16", ", 0, 0", "%32", "%33", "%34");
+  }
+}
+template <class T>
+__device__ inline void multiply_keys(float (&d)[40], unsigned long long a, unsigned long long b,
+                                     int add) {
+  if constexpr (kIsBfloat<T>) {
+    CUPYATTN_SHARED(80, "k16.f32.bf16.bf16", ", 0, 0", "%40", "%41", "%42");
+  } else {
+    CUPYATTN_SHARED(80, "k16.f32.f16.f16", ", 0, 0", "%40", "%41", "%42");
+  }
+}
 template <class T>
 __device__ inline void multiply_keys(float (&d)[48], unsigned long long a, unsigned long long b,
                                      int add) {

@@ -32,26 +32,23 @@ struct Axis {
 
   // The query positions whose window holds key position j. Both ends of `keys` never fall as p
   // grows, so these are one interval too: from the first p with end > j up to the first p with
-  // start > j. Bisection keeps that independent of the border rule.
+  // start > j.
   __device__ Interval queries(int j, int n) const {
-    return {first([&](int p) { return keys(p, n).end > j; }, n),
-            first([&](int p) { return keys(p, n).start > j; }, n)};
+    if (clip) {
+      return {causal ? j : max(j - window / 2, 0), j + 1 + min(window / 2, n - 1 - j)};
+    }
+    if (causal) {
+      return {j, j < n - window ? (j + window) / stride * stride : n};
+    }
+    return {j < window ? 0 : beyond(j - window, n), j < n - window ? beyond(j, n) : n};
   }
 
  private:
-  // The smallest p in [0, n) for which the condition holds, or n; it never turns false again.
-  template <class Condition>
-  __device__ static int first(Condition holds, int n) {
-    int low = 0, high = n;
-    while (low < high) {
-      const int middle = low + (high - low) / 2;
-      if (holds(middle)) {
-        high = middle;
-      } else {
-        low = middle + 1;
-      }
-    }
-    return low;
+  // The first p whose window, moved inward at borders, starts after j < n - window: of the first
+  // stride group whose leader is after j + window / 2.
+  __device__ int beyond(int j, int n) const {
+    const int first = j + 1 + (window / 2 - stride / 2);
+    return first + min((stride - first % stride) % stride, n - first);
   }
 };
 
