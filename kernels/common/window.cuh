@@ -32,26 +32,27 @@ struct Axis {
 
   // The query positions whose window holds key position j. Both ends of `keys` never fall as p
   // grows, so these are one interval too: from the first p with end > j up to the first p with
-  // start > j. Bisection keeps that independent of the border rule.
+  // start > j.
   __device__ Interval queries(int j, int n) const {
-    return {first([&](int p) { return keys(p, n).end > j; }, n),
-            first([&](int p) { return keys(p, n).start > j; }, n)};
+    if (clip) {
+      return {causal ? j : max(j - window / 2, 0), j + 1 + min(window / 2, n - 1 - j)};
+    }
+    // A window of fixed length ends after j where it starts after j - window.
+    return {causal ? j : j < window ? 0 : first_to_start_after(j - window, n),
+            first_to_start_after(j, n)};
   }
 
  private:
-  // The smallest p in [0, n) for which the condition holds, or n; it never turns false again.
-  template <class Condition>
-  __device__ static int first(Condition holds, int n) {
-    int low = 0, high = n;
-    while (low < high) {
-      const int middle = low + (high - low) / 2;
-      if (holds(middle)) {
-        high = middle;
-      } else {
-        low = middle + 1;
-      }
+  // Where `keys(p, n).start` exceeds j >= 0 for the first time, n if nowhere; "shift" only.
+  __device__ int first_to_start_after(int j, int n) const {
+    if (j >= n - window) {
+      return n;
     }
-    return low;
+    // The least leader, and where the leader of a stride group is in it.
+    const int leader = j + (causal ? window : window / 2 + 1);
+    const int at = causal ? stride - 1 : stride / 2;
+    const int first = max(leader - at, 0), groups = first / stride;
+    return min(groups * stride < first ? groups * stride + stride : groups * stride, n);
   }
 };
 
