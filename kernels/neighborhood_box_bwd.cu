@@ -31,7 +31,14 @@
 // Limits    as the forward's
 // Config    as the forward's; kHeads: of the block's own rows; kUnits; kHeld: the block's own rows
 //           are kept in registers
-// Sources   FlashAttention-2, Dao 2023, for the two passes' products; the rest as the forward's
+// Sources   FlashAttention-2, Dao 2023, for the products; the rest as the forward's
+//
+// By counting (sm_90, 16 rows of the other side, a warp): dq 103 instructions at kDim 32, of which
+// 12 are products and 6 loads of fragments, 137 at 64; dk and dv 102 at 32, 140 at 64 (32 and 16).
+// A start and an end take about 1000. Fragments come from shared memory at 128 bytes a clock: at
+// kDim 64 that takes 48 and 64 clocks of a multiprocessor per 16 rows, longer than its issue slots
+// (35 each) or, at two thirds of its speed, the matrix unit (40 and 52): warps of 32 rows would
+// halve it, and have no registers for that in dk and dv.
 #include "common/features.cuh"
 #include "common/neighborhood_box.cuh"
 

@@ -308,8 +308,8 @@ class BoxQueries(BoxGradient):
     OWN = ("q", "dy")
     READ = ("y",)
     BUFFERS = ("q", "k", "v", "dy", "y", "lse", "delta", "dq")
-    REGISTERS = ((32, 2, 20, True, 1), (32, 3, 16, True, 1), (64, 2, 12, True, 2),
-                 (64, 3, 12, True, 1), (96, 2, 8, True, 2), (128, 3, 8, True, 1))
+    REGISTERS = ((32, 2, 20, True, 1), (32, 3, 16, True, 1), (64, 3, 12, True, 1),
+                 (96, 2, 8, True, 2), (128, 3, 8, True, 1))
 
     def _made(self, problem, tile):
         return (("dq", Layout(problem.q.shape, self.dtype), tile.box),)
