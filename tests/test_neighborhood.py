@@ -1,5 +1,6 @@
 """Neighborhood attention against the oracle: results, windows, layouts, rows, streams."""
 
+import dataclasses
 import itertools
 import math
 
@@ -464,6 +465,109 @@ def test_box_rows_keep_out_what_is_not_in_the_window(cupy_kind, problem, dtype, 
             a, b = (x[:, queries].astype(np.float64) for x in (a, b))
             assert (np.isfinite(a) == np.isfinite(b)).all(), (name, at)
             assert np.array_equal(a[~np.isfinite(a)], b[~np.isfinite(b)], equal_nan=True)
+
+
+# --- box rows, backward ----------------------------------------------------------------------
+
+
+def take_gradient_box(monkeypatch, number):
+    """Let both kernels of the box rows deal problems to blocks in one of several ways."""
+    row = box_configs.BoxGradient
+    monkeypatch.setattr(row, "BOXES", {rank: (boxes[number % len(boxes)],)
+                                       for rank, boxes in row.BOXES.items()})
+    if number % 3:  # the third time all rows at once, where they fit
+        monkeypatch.setattr(row, "CHUNKS", (((64, 2),), ((32, 3),))[number % 3 - 1])
+        monkeypatch.setattr(row, "HELD", 0)
+    monkeypatch.setattr(_launch, "_memo", {})  # programs of the other tiles
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("turn", range(2))
+@pytest.mark.parametrize("problem", BOXES, ids=by_name)
+def test_box_gradients(cupy_kind, monkeypatch, problem, turn):
+    """Two ways to deal each problem to blocks, one in each dtype."""
+    number, dtype = BOXES.index(problem) + 2 * turn, ("bf16", "f16")[turn]
+    take_gradient_box(monkeypatch, number)
+    with _select.force("box_"):
+        check(problem, cupy_kind, dtype, row=f"box_{dtype}, tile {number}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", [1.5, 6.0, 600.0])
+def test_box_gradients_of_peaked_weights(cupy_kind, scale):
+    """Where one key has nearly all the weight, the rounding of y must not show."""
+    problem = dataclasses.replace(BOXES[0], scale=scale, dilation=1)
+    q, k, v, dy, _ = problem.inputs("bf16")
+    options = dict(problem.options, kernel_size=problem.kernel_size)
+    with _select.force("box_"):
+        ours = na_bwd(cupy_kind, q, k, v, dy, **options)
+    for name, a, *right in zip(("dq", "dk", "dv"), ours,
+                               *(of.na_bwd(q, k, v, dy, **problem.arguments)
+                                 for of in (oracle, plain))):
+        agree(a, *right, what=name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number, dtype", [(0, "bf16"), (1, "f16")])
+def test_box_gradients_see_exact_sets(cupy_kind, monkeypatch, number, dtype):
+    """Equal weights and one-hot arrays: each gradient shows its window."""
+    take_gradient_box(monkeypatch, number)
+    slack = 4 * eps(DTYPES[dtype])
+    for space, options in (*itertools.islice(windows(), 3 * number, None, 7),
+                           *((space, x) for space, x in windows() if len(space) > 1)):
+        tokens = math.prod(space)
+        features = min(n for n in box_configs.BoxForward.DIMS if n >= tokens)
+        sees = oracle.mask(space, **{"causal" if k == "is_causal" else k: v
+                                     for k, v in options.items()})
+        count = sees.sum(1)
+        zero = np.zeros((1, *space, 1, features), DTYPES[dtype])
+        one_hot = np.eye(tokens, features).astype(DTYPES[dtype]).reshape(zero.shape)
+        lse = np.log(count).astype(np.float32).reshape(zero.shape[:-1])
+        # With v = 0 and dlse = 1 the gradient of a score is its weight.
+        with _select.force("box_"):
+            got = [call(cupy_kind, cupyattn.neighborhood_attention_backward, one_hot, q, k, zero,
+                        zero, lse, scale=1.0, dlse=np.ones_like(lse), **options)
+                   for q, k in ((zero, one_hot), (one_hot, zero))]
+        for name, x, expected in (("dq", got[0][0], sees), ("dv", got[0][2], sees.T),
+                                  ("dk", got[1][1], sees.T)):
+            x = x.astype(np.float64).reshape(tokens, features)[:, :tokens]
+            weight = expected / (count[:, None] if name == "dq" else count)
+            assert ((x > 0) == expected).all(), (name, space, options)
+            assert np.abs(x - weight).max() <= slack, (name, space, options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("problem", [p for p in BOXES if p.name in (
+    "published_box", "strided_box", "large_square_box", "cube_box")], ids=by_name)
+def test_box_gradients_keep_out_what_is_not_in_the_window(cupy_kind, problem, value):
+    """A token that is not finite: gradients that see it are the plain kernel's, others stay."""
+    arrays = problem.inputs("bf16")[:4]
+    sees = oracle.mask(problem.space, **{key: x for key, x in problem.arguments.items()
+                                         if key != "scale"})
+    tokens = len(sees)
+    token = tokens // 2
+    options = dict(problem.options, kernel_size=problem.kernel_size)
+
+    def run(row, arrays):
+        with _select.force(row):
+            return na_bwd(cupy_kind, *arrays, **options)
+
+    exact, rough = (of.na_bwd(*arrays, **problem.arguments) for of in (oracle, plain))
+    for at, queries in ((0, np.arange(tokens) == token), (1, sees[:, token]),
+                        (2, sees[:, token]), (3, np.arange(tokens) == token)):
+        poisoned = [x.copy() for x in arrays]
+        poisoned[at].reshape(problem.batch, tokens, -1)[:, token] = value
+        keys = sees[queries].any(0)
+        for name, a, b, right, other, touched in zip(
+                ("dq", "dk", "dv"), run("box_", poisoned), run("plain_", poisoned), exact, rough,
+                (queries, keys, keys)):
+            a, b, right, other = (x.reshape(problem.batch, tokens, -1)
+                                  for x in (a, b, right, other))
+            agree(a[:, ~touched], right[:, ~touched], other[:, ~touched],
+                  what=f"{name}, {value} in argument {at}")
+            a, b = (x[:, touched].astype(np.float64) for x in (a, b))
+            assert (np.isfinite(a) == np.isfinite(b)).all(), (name, at)
 
 
 # --- rows of sm_90a ------------------------------------------------------------------------------

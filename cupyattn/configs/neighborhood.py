@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from .._program import CTYPE, FLOATS, Device, Kernel, Program, Row, Step, cdiv
 from . import neighborhood_hopper
 from .neighborhood_band import BandBackward, BandForward
-from .neighborhood_box import BoxForward
+from .neighborhood_box import BoxBackward, BoxForward
 from .neighborhood_problem import Problem, values
 
 __all__ = ["BACKWARD", "FORWARD", "Problem", "values"]
@@ -80,5 +80,6 @@ FORWARD: tuple[Row, ...] = (
     *(Plain(dtype, dim, False) for dtype in FLOATS for dim in _DIMS))
 BACKWARD: tuple[Row, ...] = (
     *neighborhood_hopper.BACKWARD,
+    *(BoxBackward(dtype) for dtype in ("bf16", "f16")),
     *(BandBackward(dtype) for dtype in FLOATS if dtype != "f64"),
     *(Plain(dtype, dim, True) for dtype in FLOATS for dim in _DIMS))

@@ -1,11 +1,13 @@
-"""Neighborhood attention on matrix units by warp (kernels/neighborhood_box_fwd.cu)."""
+"""Neighborhood attention on matrix units by warp (kernels/neighborhood_box_*.cu)."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
-from .._program import CTYPE, Device, Kernel, Layout, Program, Row, Step, cdiv, few
+from .._program import (CTYPE, ITEMSIZE, Device, Kernel, Layout, Program, Row, Step, cdiv, few,
+                        token_view)
 from .neighborhood_problem import Problem, rows_aligned, values
 
 _VECTOR = 16  # bytes of the widest access
@@ -39,6 +41,14 @@ class BoxForward(Row):
 
     dtype: str
 
+    PART = "fwd"  # of names
+    SOURCE = "neighborhood_box_fwd.cu"
+    FUNCTION = "neighborhood_box_forward"
+    OWN: ClassVar[tuple[str, ...]] = ("q",)  # arrays whose rows a block has one box of
+    OTHERS: ClassVar[tuple[str, ...]] = ("k", "v")  # and those that it walks over
+    READ: ClassVar[tuple[str, ...]] = ()  # further arrays of which it reads its own rows
+    ROW_BYTES = 0  # beside those of elements and codes, of a row that it walks over
+
     DIMS = (16, 32, 48, 64, 80, 96, 112, 128)
     BOXES = {1: ((1, 1, 64), (1, 1, 128)),
              2: ((1, 8, 8), (1, 16, 4), (1, 4, 16), (1, 16, 8), (1, 8, 16), (1, 16, 16)),
@@ -62,31 +72,44 @@ class BoxForward(Row):
             return f"a space extent of {max(problem.space)} exceeds {_LARGEST}"
         if problem.scale and not 1e-30 < abs(problem.scale) < 1e30:
             return f"scale {problem.scale} is not 0 and not between 1e-30 and 1e30 in size"
-        for name in ("q", "k", "v"):
-            layout = getattr(problem, name)
-            if not rows_aligned(layout):
+        for name in (*self.OWN, *self.OTHERS, *self.READ):
+            if not rows_aligned(getattr(problem, name)):
                 return f"{name} has rows that do not start at multiples of {_VECTOR} bytes"
         tile = self._tile(problem, device)
         if isinstance(tile, str):
             return tile
-        for name, extents in (("q", tile.box), ("k", tile.reach), ("v", tile.reach),
-                              ("y_layout", tile.box)):
-            steps = _three(getattr(problem, name).strides[1:-2], 0)
-            # Of positions, not of tokens: an axis of one may have any stride.
-            length = sum(abs(s) * d * (min(n, cdiv(size, d)) - 1) for s, d, n, size in
-                         zip(steps, _three(problem.dilation), extents, _three(problem.space))) * 2
-            if length > _LARGEST:
-                return f"a tile of {name} is {length} bytes long, more than {_LARGEST}"
+        for extents, names in ((tile.box, (*self.OWN, *self.READ)), (tile.reach, self.OTHERS)):
+            for name in names:
+                if (most := self._length(problem, getattr(problem, name), extents)) > _LARGEST:
+                    return f"a tile of {name} is {most} bytes long, more than {_LARGEST}"
+        for name, layout, extents in self._made(problem, tile):
+            if (most := self._length(problem, layout, extents)) > _LARGEST:
+                return f"a tile of {name} is {most} bytes long, more than {_LARGEST}"
         grid = self._grid(problem, tile)
         if grid[0] > _LARGEST or max(grid[1:]) > _GRID:
             return f"a grid of {grid} blocks exceeds {_LARGEST}, {_GRID}, {_GRID}"
         return None
 
     @staticmethod
-    def _grid(problem: Problem, tile: Tile) -> tuple[int, int, int]:
+    def _length(problem: Problem, layout: Layout, extents: tuple[int, int, int]) -> int:
+        """Return how many bytes apart the first and the last position of a box are, at most."""
+        # Of positions, not of tokens: an axis of one may have any stride.
+        return sum(abs(s) * d * (min(n, cdiv(size, d)) - 1) for s, d, n, size in
+                   zip(_three(layout.strides[1:-2], 0), _three(problem.dilation), extents,
+                       _three(problem.space))) * ITEMSIZE[layout.dtype]
+
+    def _made(self, problem: Problem, tile: Tile
+              ) -> tuple[tuple[str, Layout, tuple[int, int, int]], ...]:
+        """Return the contiguous arrays that the program makes, and boxes in them."""
+        return (("y", problem.y_layout, tile.box),)
+
+    def _heads(self, problem: Problem) -> int:
+        return getattr(problem, self.OWN[0]).shape[-2]
+
+    def _grid(self, problem: Problem, tile: Tile) -> tuple[int, int, int]:
         tiles = [d * cdiv(cdiv(length, d), b) for length, d, b in
                  zip(_three(problem.space), _three(problem.dilation), tile.box)]
-        return tiles[2] * problem.heads, tiles[1], tiles[0] * problem.batch
+        return tiles[2] * self._heads(problem), tiles[1], tiles[0] * problem.batch
 
     @staticmethod
     def _reach(problem: Problem, box: tuple[int, ...]) -> tuple[int, int, int]:
@@ -96,8 +119,12 @@ class BoxForward(Row):
                          _three(problem.dilation), _three(problem.stride), box))
 
     def _shared(self, head_dim: int, rank: int, tile: Tile) -> int:
-        rows = math.prod(tile.box) + 2 * tile.stages * tile.keys
-        return rows * head_dim * 2 + (tile.stages * tile.keys * 4 if rank > 1 else 0)
+        rows = len(self.OWN) * math.prod(tile.box) + 2 * tile.stages * tile.keys
+        return rows * head_dim * 2 + tile.stages * tile.keys * (self.ROW_BYTES + 4 * (rank > 1))
+
+    def _chunks(self, problem: Problem, rows: int) -> tuple[tuple[int, int], ...]:
+        """Return how many rows of a box may be in shared memory, and how often, best first."""
+        return ((rows, 1), *self.CHUNKS)
 
     def _inner(self, problem: Problem) -> bool:
         """Return whether a warp meets many keys that all of its queries see."""
@@ -129,7 +156,7 @@ class BoxForward(Row):
         warps, rows = math.prod(box) // 16, cdiv(math.prod(reach), 16) * 16
         most = self._warps(problem)
         share = min(self.HELD, device.shared_memory) * warps // most
-        for keys, stages in ((rows, 1), *self.CHUNKS):  # if need be the smallest chunks
+        for keys, stages in self._chunks(problem, rows):  # if need be the smallest
             tile = Tile(box, reach, keys, stages)
             if self._shared(head_dim, rank, tile) <= share:
                 break
@@ -146,7 +173,7 @@ class BoxForward(Row):
             span = span * reach[a] + seen[a] - 1
         span = cdiv(span + 1, 16) * 16
         # Instructions of a warp: to start and to end, for keys in fragments, to copy rows.
-        cost = (500 + span * (3.8 + head_dim / 36) + rows * head_dim / 8 / (32 * warps) * 20)
+        cost = self._instructions(head_dim, span, rows * head_dim / 8 / (32 * warps))
         cost *= 1 + 2 / (most // warps * warps)  # the fewer warps, the more they wait for memory
         # Clocks of a block: warps share four schedulers, at best three quarters busy; copies come
         # from L2 at 24 bytes a clock. Warps of a block wait for each other.
@@ -158,10 +185,19 @@ class BoxForward(Row):
         return Tile(box, reach, tile.keys, tile.stages,
                     cdiv(blocks, device.multiprocessors) * clocks)
 
+    def _instructions(self, head_dim: int, span: int, copies: float) -> float:
+        """Return those of a warp for a number of keys, and of copies of two vectors a lane."""
+        return 500 + span * (3.8 + head_dim / 36) + copies * 20
+
+    def _further(self, problem: Problem) -> tuple[str, ...]:
+        """Return further lines of the kernel's configuration."""
+        return ()
+
     def _kernel(self, problem: Problem, tile: Tile) -> Kernel:
-        rank, head_dim, heads = len(problem.space), problem.head_dim, problem.heads
-        shared, clip = heads // problem.kv_heads, problem.boundary == "clip"
-        alike = problem.k.strides == problem.v.strides
+        rank, head_dim, heads = len(problem.space), problem.head_dim, self._heads(problem)
+        shared, clip = problem.heads // problem.kv_heads, problem.boundary == "clip"
+        alike = len({getattr(problem, name).strides for name in self.OTHERS}) == 1
+        further = self._further(problem)
         axes = {"Box": tile.box, "Reach": tile.reach, "Dilation": _three(problem.dilation),
                 "Window": _three(problem.kernel_size), "Stride": _three(problem.stride),
                 "Causal": _three(problem.is_causal, 0)}
@@ -175,11 +211,11 @@ class BoxForward(Row):
         def join(x):
             return "x".join(map(str, x))
 
-        name = (f"neighborhood_fwd__{self.name}__d{head_dim}_h{heads}_g{shared}"
+        name = (f"neighborhood_{self.PART}__{self.name}__d{head_dim}_h{heads}_g{shared}"
                 + "".join(f"_{what[0].lower()}{join(x[3 - rank:])}" for what, x in axes.items())
                 + f"_n{tile.keys}x{tile.stages}_b{blocks}" + "_clip" * clip + "_alike" * alike)
         return Kernel(
-            name=name, source="neighborhood_box_fwd.cu", function="neighborhood_box_forward",
+            name=name, source=self.SOURCE, function=self.FUNCTION,
             params="NeighborhoodParams",
             config=(f"using T = {CTYPE[self.dtype]};",
                     f"static constexpr int kDim = {head_dim}, kRank = {rank};",
@@ -187,6 +223,7 @@ class BoxForward(Row):
                       f"k{what}2 = {x[2]};" for what, x in axes.items()),
                     f"static constexpr int kKeys = {tile.keys}, kStages = {tile.stages};",
                     f"static constexpr int kHeads = {heads}, kShared = {shared};",
+                    *further,
                     *(f"static constexpr bool k{what} = {str(on).lower()};" for what, on in
                       (("Clip", clip), ("Alike", alike), ("Bits", bits), ("Inner", inner)))),
             threads=32 * tile.warps, blocks=blocks)
@@ -204,7 +241,7 @@ class BoxForward(Row):
                  ) -> Problem:
         layout, ones = Layout((1, *space, 8, 64), self.dtype), (1,) * len(space)
         return Problem(layout, layout, layout, window, ones, ones, (False,) * len(space), 0.125,
-                       boundary)
+                       boundary, dy=layout, y=layout)
 
     def program(self, problem: Problem, device: Device) -> Program:
         tile = self._tile(problem, device)
@@ -214,3 +251,151 @@ class BoxForward(Row):
         return Program((Step(self._kernel(problem, tile), self._grid(problem, tile),
                              values(problem), {f"{name}.data": name for name in buffers},
                              shared=shared),))
+
+
+def _sums(problem: Problem) -> Layout:
+    """Return the layout of lse * log2(e) and delta, side by side."""
+    return Layout((*problem.lse_layout.shape, 2), "f32")
+
+
+@dataclass(frozen=True)
+class BoxGradient(BoxForward):
+    """A kernel of the backward."""
+
+    SOURCE = "neighborhood_box_bwd.cu"
+    BUFFERS: ClassVar[tuple[str, ...]] = ()
+    # Up to which head_dim and rank: warps of a multiprocessor, whether their own rows stay in
+    # registers, and how many times 16 rows of the other side a warp takes at once.
+    REGISTERS: ClassVar[tuple[tuple[int, int, int, bool, int], ...]] = ()
+
+    BOXES = {1: ((1, 1, 64), (1, 1, 128)),
+             2: ((1, 8, 8), (1, 16, 4), (1, 4, 16), (1, 16, 8), (1, 8, 16)),
+             3: ((4, 4, 4), (8, 4, 2), (8, 4, 4), (4, 4, 8))}
+
+    def _registers(self, problem: Problem) -> tuple[int, bool, int]:
+        return next((warps, held, units) for head_dim, rank, warps, held, units in self.REGISTERS
+                    if problem.head_dim <= head_dim and len(problem.space) <= rank)
+
+    def _warps(self, problem: Problem) -> int:
+        return self._registers(problem)[0]
+
+    def _further(self, problem: Problem) -> tuple[str, ...]:
+        _, held, units = self._registers(problem)
+        eps = {"f16": 2.0 ** -10, "bf16": 2.0 ** -7}[self.dtype]
+        return (f"static constexpr bool kHeld = {str(held).lower()};",
+                f"static constexpr int kUnits = {units};",
+                f"static constexpr float kEps = {eps}f;")
+
+    def step(self, problem: Problem, device: Device) -> Step:
+        """Return the launch."""
+        tile = self._tile(problem, device)
+        assert isinstance(tile, Tile)
+        sums = token_view(_sums(problem))
+        constants = {**values(problem),
+                     **{f"delta.{field}": value for field, value in sums.items()}}
+        buffers = (*self.BUFFERS, *(("dlse",) if problem.dlse and "lse" in self.BUFFERS else ()))
+        shared = self._shared(problem.head_dim, len(problem.space), tile)
+        return Step(self._kernel(problem, tile), self._grid(problem, tile), constants,
+                    {f"{name}.data": name for name in buffers}, shared=shared)
+
+
+@dataclass(frozen=True)
+class BoxQueries(BoxGradient):
+    """A box of queries per block: dq, and delta for the other kernel."""
+
+    PART = "bwd_dq"
+    FUNCTION = "neighborhood_box_dq"
+    OWN = ("q", "dy")
+    READ = ("y",)
+    BUFFERS = ("q", "k", "v", "dy", "y", "lse", "delta", "dq")
+    REGISTERS = ((32, 2, 20, True, 1), (32, 3, 16, True, 1), (64, 3, 12, True, 1),
+                 (96, 2, 8, True, 2), (128, 3, 8, True, 1))
+
+    def _made(self, problem, tile):
+        return (("dq", Layout(problem.q.shape, self.dtype), tile.box),)
+
+    def _instructions(self, head_dim: int, span: int, copies: float) -> float:
+        # Fragments come from shared memory at 128 bytes a clock: then schedulers wait.
+        return 800 + span * max(4.6 + head_dim / 28, head_dim / 7) + copies * 20
+
+
+@dataclass(frozen=True)
+class BoxKeys(BoxGradient):
+    """A box of keys per block, and the box of queries that see them: dk and dv."""
+
+    PART = "bwd_dkdv"
+    FUNCTION = "neighborhood_box_dkdv"
+    OWN = ("k", "v")
+    OTHERS = ("q", "dy")
+    ROW_BYTES = 8
+    BUFFERS = ("q", "k", "v", "dy", "lse", "delta", "dk", "dv")
+    REGISTERS = ((32, 3, 16, True, 2), (64, 3, 12, True, 1),
+                 (96, 3, 8, True, 2), (112, 3, 8, True, 1), (128, 3, 8, False, 2))
+
+    def refuses(self, problem: Problem, device: Device) -> str | None:
+        if problem.heads * max(problem.q.shape) > _LARGEST:  # heads that share one, too
+            return f"q {problem.q.shape} has too many heads"
+        return super().refuses(problem, device)
+
+    def _made(self, problem, tile):
+        return (("dk", Layout(problem.k.shape, self.dtype), tile.box),
+                ("scratch", _sums(problem), tile.reach))
+
+    def _chunks(self, problem, rows):
+        if problem.heads == problem.kv_heads:
+            return super()._chunks(problem, rows)
+        return ((rows, 2), *self.CHUNKS)  # those of the next head come meanwhile
+
+    @staticmethod
+    def _reach(problem: Problem, box: tuple[int, ...]) -> tuple[int, int, int]:
+        """Return how many query positions see the keys of a box, at most, on each axis."""
+        return tuple(  # type: ignore
+            max(_seeing(n, w, s, b, causal, problem.boundary == "clip")
+                for n in {cdiv(length, d), max(length // d, 1)})
+            for length, w, d, s, causal, b in
+            zip(_three(problem.space), _three(problem.kernel_size), _three(problem.dilation),
+                _three(problem.stride), _three(problem.is_causal, 0), box))
+
+    def _instructions(self, head_dim: int, span: int, copies: float) -> float:
+        return 600 + span * max(4.2 + head_dim / 20, head_dim / 5) + copies * 20
+
+
+def _seeing(n: int, window: int, stride: int, box: int, causal: bool, clip: bool) -> int:
+    """Return how many of n queries see keys of one box, at most; see `Axis` in window.cuh."""
+    most = window + box + stride - 2
+    if not causal and not clip:
+        # Windows are moved inward, so keys near a border are seen from there on: those of the last
+        # box with a key among the first `window`, and of the first one with a key of the last.
+        first = (window - 1) // box * box
+        end = max(first + box + window // 2 - stride // 2, 1)
+        most = max(most, cdiv(end, stride) * stride)
+        first = max(cdiv(n - window - box + 1, box), 0) * box
+        start = max(first - window + window // 2 + 1 - stride // 2, 0) if first >= window else 0
+        most = max(most, n - cdiv(start, stride) * stride)
+    return min(most, n)
+
+
+@dataclass(frozen=True)
+class BoxBackward(Row):
+    """Two kernels: of boxes of queries, then of boxes of keys."""
+
+    dtype: str
+
+    @property
+    def name(self) -> str:
+        return f"box_{self.dtype}"
+
+    @property
+    def parts(self) -> tuple[BoxGradient, ...]:
+        """Return the rows of the kernels."""
+        return BoxQueries(self.dtype), BoxKeys(self.dtype)
+
+    def refuses(self, problem: Problem, device: Device) -> str | None:
+        return next((why for part in self.parts if (why := part.refuses(problem, device))), None)
+
+    def kernels(self) -> tuple[Kernel, ...]:
+        return tuple(kernel for part in self.parts for kernel in part.kernels())
+
+    def program(self, problem: Problem, device: Device) -> Program:
+        return Program(tuple(part.step(problem, device) for part in self.parts),
+                       {"delta": _sums(problem)})

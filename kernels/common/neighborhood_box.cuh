@@ -5,6 +5,9 @@
 // of windows never fall as positions grow, so the keys of all are a box too, from the start of the
 // first query to the end of the last. It is laid out in lines of kReach2 positions, of which
 // kReach1 make a plane, whatever it has at a border: divisions are by constants.
+//
+// The queries of a key are an interval on each axis whose ends never fall either, so a block may
+// have a box of keys as well. Then "query" and "key" change places in all that is said here.
 #pragma once
 #include "common/mma.cuh"
 #include "common/token.cuh"
@@ -12,9 +15,19 @@
 
 constexpr unsigned kEverybody = 0xffffffffu;
 
+// What a block computes: y or dq of its queries, dk and dv of its keys.
+enum Role { kForward, kOfQueries, kOfKeys };
+
 // Copy 16 bytes to shared memory, or as many zeros where `bytes` is 0.
 __device__ inline void copy_async(unsigned to, const void* from, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+               :
+               : "r"(to), "l"(from), "r"(bytes)
+               : "memory");
+}
+// 8 bytes.
+__device__ inline void copy_pair_async(unsigned to, const void* from, int bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;"
                :
                : "r"(to), "l"(from), "r"(bytes)
                : "memory");
@@ -92,7 +105,7 @@ struct Along {
 };
 
 // A block's queries and keys.
-template <class Config>
+template <class Config, Role kRole = kForward>
 struct Work {
   using Map = Tile<Config>;
 
@@ -122,9 +135,9 @@ struct Work {
         x.n = (unsigned(p.space[a]) - x.group + step - 1) / step;
         x.left = x.n - 1 - x.first;
         exists = exists && x.left >= 0;
-        x.start = Map::axis(a).keys(x.first, x.n).start;
+        x.start = related(x.first, a).start;
         const int last = min(x.first + Map::box(a), x.n) - 1;
-        x.count = Map::axis(a).keys(last, x.n).end - x.start;
+        x.count = related(last, a).end - x.start;
       }
     }
   }
@@ -152,8 +165,14 @@ struct Work {
   // The keys of a query, counted from the box's first.
   __device__ Interval keys(int query, int a) const {
     const Along& x = along[a];
-    const Interval in = Map::axis(a).keys(x.first + offset(query, a), x.n);
+    const Interval in = related(x.first + offset(query, a), a);
     return {in.start - x.start, in.end - x.start};
+  }
+
+ private:
+  __device__ Interval related(int position, int a) const {
+    const Axis axis = Map::axis(a);
+    return kRole == kOfKeys ? axis.queries(position, along[a].n) : axis.keys(position, along[a].n);
   }
 };
 
@@ -164,8 +183,9 @@ struct Rows {
   char* data;   // of the box's first position
   int step[3];  // bytes from one position to the next
 
-  __device__ Rows(const TokenView& view, const Work<Config>& work, unsigned head, bool of_keys,
-                  int size) {
+  template <Role kRole>
+  __device__ Rows(const TokenView& view, const Work<Config, kRole>& work, unsigned head,
+                  bool of_keys, int size) {
     // Products of a factor below 2^32 and a stride.
     int64 at = int64(work.batch) * view.batch + int64(head) * view.head;
 #pragma unroll
@@ -279,3 +299,217 @@ struct Sight {
     return kRank == 3 ? x | i0 << 2 * kField : x;
   }
 };
+
+// The part of shared memory that a block uses, from `base` on: the queries' rows (of q; q and dy; k
+// and v), later those of results; then kStages chunks of kKeys rows of k, of v, and of the keys'
+// codes. Those of queries that a block of keys meets: of q, of dy, of two numbers, and codes.
+template <class Config, Role kRole = kForward>
+struct Shared {
+  using Map = Tile<Config>;
+  static constexpr int kChunk = Map::kKeys * Map::kRowBytes;
+  static constexpr int kOwn = Map::kQueries * Map::kRowBytes;  // of one array
+  static constexpr int kRows = (kRole == kForward ? 1 : 2) * kOwn;
+  unsigned base;
+
+  __device__ unsigned q() const { return base; }
+  __device__ unsigned k(int stage) const { return base + kRows + stage * 2 * kChunk; }
+  // From the base.
+  __device__ static constexpr int numbers(int stage) {
+    return kRows + Config::kStages * 2 * kChunk + stage * Map::kKeys * 8;
+  }
+  __device__ static constexpr int codes(int stage) {
+    return numbers(kRole == kOfKeys ? Config::kStages : 0) + stage * Map::kKeys * 4;
+  }
+};
+
+// Start copies of the queries' rows; beyond the end of an axis those at the end.
+template <class Config, Role kRole>
+__device__ void copy_queries(unsigned to, const Work<Config, kRole>& work, const Rows<Config>& q) {
+  using Map = Tile<Config>;
+  constexpr int kPieces = Map::kQueries * Map::kParts;
+#pragma unroll
+  for (int i = 0; i < kPieces; i += Config::kThreads) {
+    const int piece = i + threadIdx.x, query = piece / Map::kParts, part = piece % Map::kParts;
+    const char* row = q.row(work.offset(query, 0), work.offset(query, 1), work.offset(query, 2));
+    copy_async(to + Map::place(query, part), row + part * 16, 16);
+  }
+}
+
+// Chunks of keys on their way to shared memory, those of each further head after one another.
+template <class Config, Role kRole = kForward>
+struct Stream {
+  using Map = Tile<Config>;
+  static constexpr int kTurns = kRole == kOfKeys ? Config::kShared : 1;
+  static constexpr int kKeys = Map::kKeys, kStages = Config::kStages;
+  static constexpr int kPass = Config::kThreads / Map::kParts;  // rows that a block copies at once
+  static constexpr int kPasses = (kKeys + kPass - 1) / kPass;
+
+  const NeighborhoodParams& p;
+  const Work<Config, kRole>& work;
+  Shared<Config, kRole> shared;
+  char* memory;
+  int total;  // rows of the box
+  int line;   // the thread's first row of a pass
+  int part;
+  Rows<Config> k, v;
+
+  __device__ static const TokenView& view(const NeighborhoodParams& p, bool second) {
+    return kRole == kOfKeys ? (second ? p.dy : p.q) : second ? p.v : p.k;
+  }
+  __device__ static unsigned head(const Work<Config, kRole>& work) {
+    return kRole == kOfKeys ? work.head * Config::kShared : work.head / Config::kShared;
+  }
+
+  __device__ Stream(const NeighborhoodParams& p, const Work<Config, kRole>& work, char* memory)
+      : p(p),
+        work(work),
+        shared{shared_address(memory)},
+        memory(memory),
+        line(threadIdx.x / Map::kParts),
+        part(threadIdx.x % Map::kParts),
+        k(view(p, false), work, head(work), true, 2),
+        v(k) {
+    if constexpr (Config::kAlike) {
+      v.data = static_cast<char*>(view(p, true).data) +
+               (k.data - static_cast<char*>(view(p, false).data));
+    } else {
+      v = Rows<Config>(view(p, true), work, head(work), true, 2);
+    }
+    k.data += part * 16;
+    v.data += part * 16;
+    int lines = 0;
+    if constexpr (Map::kRank > 2) {
+      lines = (work.along[0].count - 1) * Config::kReach1;
+    }
+    if constexpr (Map::kRank > 1) {
+      lines += work.along[1].count - 1;
+    }
+    total = lines * Config::kReach2 + work.along[2].count;
+  }
+
+  __device__ int turn() const { return kStages == 1 ? 1 : (total + kKeys - 1) / kKeys; }
+  __device__ int chunks() const { return kTurns * turn(); }
+  // The first row of chunk `n`.
+  __device__ int first(int n) const { return (kTurns == 1 ? n : n % unsigned(turn())) * kKeys; }
+
+  // Bytes from one row of the box to the next, and what the first of a line or a plane has more.
+  struct Pitch {
+    int row, line, plane;
+
+    __device__ explicit Pitch(const Rows<Config>& x)
+        : row(x.step[2]),
+          line(Map::kRank > 1 ? x.step[1] - Config::kReach2 * x.step[2] : 0),
+          plane(Map::kRank > 2 ? x.step[0] - Config::kReach1 * x.step[1] : 0) {}
+    __device__ int of(int rows, int lines, int planes) const {
+      int offset = rows * row;
+      offset += Map::kRank > 1 ? lines * line : 0;
+      return Map::kRank > 2 ? offset + planes * plane : offset;
+    }
+  };
+
+  __device__ bool exists(int at, int lines, int planes) const {
+    bool inside = at - lines * Config::kReach2 < work.along[2].count;
+    if constexpr (Map::kRank > 1) {
+      inside = inside && lines - planes * Config::kReach1 < work.along[1].count;
+    }
+    if constexpr (Map::kRank > 2) {
+      inside = inside && planes < work.along[0].count;
+    }
+    return inside;
+  }
+
+  // Start copies of chunk `n`, with zeros for rows that have no key.
+  __device__ void copy(int n) const {
+    const int first = this->first(n), stage = kStages == 1 ? 0 : n % kStages;
+    const unsigned to = shared.k(stage) + Map::place(line, part);
+    const Pitch k_pitch(k), v_pitch(v);
+    int64 more_k = 0, more_v = 0;
+    const unsigned head = kTurns == 1 ? 0 : n / unsigned(turn());
+    if constexpr (kTurns > 1) {
+      more_k = head * view(p, false).head * 2;
+      more_v = head * view(p, true).head * 2;
+    }
+    if (kPass * Map::kParts == Config::kThreads || line < kPass) {
+#pragma unroll
+      for (int i = 0; i < kPasses; ++i) {
+        const int row = line + i * kPass;
+        if ((i + 1) * kPass <= kKeys || row < kKeys) {
+          const int at = first + row, lines = Map::kRank > 1 ? unsigned(at) / Config::kReach2 : 0;
+          const int planes = Map::kRank > 2 ? unsigned(lines) / Config::kReach1 : 0;
+          const int bytes = exists(at, lines, planes) ? 16 : 0;
+          const unsigned into = kPass % 8 == 0 ? to + i * kPass * Map::kRowBytes
+                                               : shared.k(stage) + Map::place(row, part);
+          const int k_at = k_pitch.of(at, lines, planes);
+          const int v_at = Config::kAlike ? k_at : v_pitch.of(at, lines, planes);
+          copy_async(into, k.data + more_k + k_at, bytes);
+          copy_async(into + shared.kChunk, v.data + more_v + v_at, bytes);
+        }
+      }
+    }
+    if constexpr (kRole == kOfKeys) {
+      const Rows<Config> numbers(p.delta, work, this->head(work) + head, true, 4);
+      const Pitch pitch(numbers);
+#pragma unroll
+      for (int i = 0; i < kKeys; i += Config::kThreads) {
+        const int row = i + threadIdx.x;
+        if (row < kKeys) {
+          const int at = first + row, lines = Map::kRank > 1 ? unsigned(at) / Config::kReach2 : 0;
+          const int planes = Map::kRank > 2 ? unsigned(lines) / Config::kReach1 : 0;
+          copy_pair_async(shared.base + shared.numbers(stage) + row * 8,
+                          numbers.data + pitch.of(at, lines, planes),
+                          exists(at, lines, planes) ? 8 : 0);
+        }
+      }
+    }
+    if constexpr (Map::kRank > 1) {
+      unsigned* codes = reinterpret_cast<unsigned*>(memory + shared.codes(stage));
+#pragma unroll
+      for (int i = 0; i < kKeys; i += Config::kThreads) {
+        const int row = i + threadIdx.x;
+        if (row < kKeys) {
+          codes[row] = Sight<Config>::code(first + row, first);
+        }
+      }
+    }
+  }
+};
+
+// Write a warp's 16 rows by way of shared memory, where its queries were: these begin at `memory`.
+template <class Config, Role kRole>
+__device__ void store_rows(char* memory, const Work<Config, kRole>& work, const Rows<Config>& to,
+                           const float (&x)[Config::kDim / 8][4]) {
+  using Map = Tile<Config>;
+  using T = typename Config::T;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, q = lane % 4;
+  char* rows = memory + warp * 16 * Map::kRowBytes;
+#pragma unroll
+  for (int i = 0; i < Map::kDim / 8; ++i) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      *reinterpret_cast<unsigned*>(rows + Map::place(g + 8 * h, i) + 4 * q) =
+          pack<T>(x[i][2 * h], x[i][2 * h + 1]);
+    }
+  }
+  __syncwarp();  // rows are complete
+  const bool aligned = reinterpret_cast<unsigned long long>(to.data) % 16 == 0;
+#pragma unroll
+  for (int i = 0; i < Map::kParts / 2; ++i) {
+    const int number = i * 32 + lane, row = number / Map::kParts, part = number % Map::kParts;
+    const int query = warp * 16 + row;
+    if (work.has(query)) {
+      const uint4 piece = *reinterpret_cast<const uint4*>(rows + Map::place(row, part));
+      char* at = to.row(Map::offset(query, 0), Map::offset(query, 1), Map::offset(query, 2)) +
+                 part * 16;
+      if (aligned) {
+        *reinterpret_cast<uint4*>(at) = piece;
+      } else {
+        const unsigned word[4] = {piece.x, piece.y, piece.z, piece.w};
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+          reinterpret_cast<unsigned short*>(at)[e] =
+              static_cast<unsigned short>(word[e / 2] >> (e % 2 * 16));
+        }
+      }
+    }
+  }
+}

@@ -37,18 +37,22 @@ struct Axis {
     if (clip) {
       return {causal ? j : max(j - window / 2, 0), j + 1 + min(window / 2, n - 1 - j)};
     }
-    if (causal) {
-      return {j, j < n - window ? (j + window) / stride * stride : n};
-    }
-    return {j < window ? 0 : beyond(j - window, n), j < n - window ? beyond(j, n) : n};
+    // A window of fixed length ends after j where it starts after j - window.
+    return {causal ? j : j < window ? 0 : first_to_start_after(j - window, n),
+            first_to_start_after(j, n)};
   }
 
  private:
-  // The first p whose window, moved inward at borders, starts after j < n - window: of the first
-  // stride group whose leader is after j + window / 2.
-  __device__ int beyond(int j, int n) const {
-    const int first = j + 1 + (window / 2 - stride / 2);
-    return first + min((stride - first % stride) % stride, n - first);
+  // Where `keys(p, n).start` exceeds j >= 0 for the first time, n if nowhere; "shift" only.
+  __device__ int first_to_start_after(int j, int n) const {
+    if (j >= n - window) {
+      return n;
+    }
+    // The least leader, and where the leader of a stride group is in it.
+    const int leader = j + (causal ? window : window / 2 + 1);
+    const int at = causal ? stride - 1 : stride / 2;
+    const int first = max(leader - at, 0), groups = first / stride;
+    return min(groups * stride < first ? groups * stride + stride : groups * stride, n);
   }
 };
 
