@@ -14,7 +14,7 @@ from .workloads import DIRECTIONS, OPERATORS, Workload
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    p.add_argument("command", nargs="?", choices=["run", "host", "plot"], default="run")
+    p.add_argument("command", nargs="?", choices=["run", "host", "plot", "figures"], default="run")
     p.add_argument("--operator", nargs="+", choices=OPERATORS, metavar="O", help=str(OPERATORS))
     p.add_argument(
         "--workload", nargs="+", metavar="NAME",
@@ -134,6 +134,11 @@ def main(arguments: list[str] | None = None) -> int:
             return 0
         if options.command == "plot":
             return plot()
+        if options.command == "figures":
+            rows = [row for file in sorted(ledger.RESULTS.glob("*.jsonl"))
+                    for row in ledger.read(file)]  # fmt: skip
+            print(ledger.figures(rows, options.run or rows[-1]["run"]))
+            return 0
         why = gpu_missing()
         if options.command == "host":
             if why:

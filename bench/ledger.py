@@ -204,3 +204,52 @@ def table(rows: list[dict[str, Any]]) -> str:
         ]
         text.append("  ".join([*cells, line[-1]]).rstrip())
     return "\n".join(text)
+
+
+# --- the table of the README ------------------------------------------------------------------
+
+NAMES = {
+    "liger": "Liger", "huggingface": "Hugging Face", "torch_compile": "torch.compile",
+    "flex": "flex_attention", "natten": "NATTEN",
+}  # fmt: skip
+
+
+def figures(rows: list[dict[str, Any]], run: str) -> str:
+    """Return one run as a Markdown table: each case of this library beside its best peer.
+
+    Raises
+    ------
+    ValueError
+        If no run, or more than one, has an id that ends with `run`.
+    """
+    found = {row["run"] for row in rows if row["run"].endswith(run)}
+    if len(found) != 1:
+        raise ValueError(f"--run {run}: {len(found)} runs of the ledger end so")
+    rows = [row for row in rows if row["run"] in found]
+    lines = [
+        "| workload | direction | cupyattn graph / call us | peer graph / call us | floor us "
+        "| error (plain) |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        if row["provider"] != "cupyattn":
+            continue
+        case = [r for r in rows if all(r[k] == row[k] for k in ("workload", "direction"))]
+        peers = [r for r in case if r["provider"] not in NO_PEER and median(r, "graph_us")]
+        peers = peers or [r for r in case if r["provider"] not in NO_PEER and median(r, "call_us")]
+        best = min(peers, key=_graph_or_call, default=None)
+        peer = f"{NAMES.get(best['provider'], best['provider'])} {_both(best)}" if best else ""
+        floor = f"{row['floor_us']:.3g}" if row.get("floor_us") else ""
+        lines.append(
+            f"| `{row['workload']}` | {row['direction']} | {_both(row)} | {peer} | {floor} "
+            f"| {_small(row['error'])} ({_small(row['plain_error'])}) |"
+        )
+    return "\n".join(lines)
+
+
+def _graph_or_call(row: dict[str, Any]) -> float:
+    return median(row, "graph_us") or median(row, "call_us") or float("inf")
+
+
+def _both(row: dict[str, Any]) -> str:
+    return " / ".join(_time(row, key) for key in ("graph_us", "call_us"))
