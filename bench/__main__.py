@@ -1,4 +1,7 @@
-"""Time workloads (run), or the host's share of a call (host), or draw the ledgers (plot)."""
+"""Time workloads (run), or the host's share of a call (host).
+
+Show what was saved: as pictures (plot), or a run as a Markdown table (figures).
+"""
 
 from __future__ import annotations
 
@@ -137,7 +140,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.command == "figures":
             rows = [row for file in sorted(ledger.RESULTS.glob("*.jsonl"))
                     for row in ledger.read(file)]  # fmt: skip
-            print(ledger.figures(rows, options.run or rows[-1]["run"]))
+            print(ledger.figures(rows, options.run))
             return 0
         why = gpu_missing()
         if options.command == "host":

@@ -123,18 +123,25 @@ def new_run() -> str:
     return f"{now}-{secrets.token_hex(3)}"
 
 
+def find_run(rows: list[dict[str, Any]], wanted: str) -> str | None:
+    """Return the run whose id is, or ends with, `wanted`, if there is one."""
+    found = sorted({row["run"] for row in rows if row["run"].endswith(wanted)})
+    if len(found) > 1:
+        raise ValueError(f"--run {wanted}: several runs end so: {found}")
+    return found[0] if found else None
+
+
 def join_run(wanted: str | None, rows: list[dict[str, Any]], gpu: str) -> str:
     """Return the run whose id is, or ends with, `wanted`; a new one when it is None."""
     if wanted is None:
         return new_run()
-    found = {row["run"]: row["gpu"] for row in rows if row["run"].endswith(wanted)}
-    if len(found) > 1:
-        raise ValueError(f"--run {wanted}: several runs end so: {sorted(found)}")
-    for run, where in found.items():
-        if where != gpu:
-            raise ValueError(f"--run {wanted}: that run was on {where}, this GPU is {gpu}")
-        return run
-    return f"{new_run().rpartition('-')[0]}-{wanted}"
+    run = find_run(rows, wanted)
+    if run is None:
+        return f"{new_run().rpartition('-')[0]}-{wanted}"
+    where = next(row["gpu"] for row in rows if row["run"] == run)
+    if where != gpu:
+        raise ValueError(f"--run {wanted}: that run was on {where}, this GPU is {gpu}")
+    return run
 
 
 # --- the table ------------------------------------------------------------------------------
@@ -151,16 +158,20 @@ def median(row: dict[str, Any], key: str) -> float | None:
     return row[key][1] if row.get(key) else None
 
 
-def _time(row: dict[str, Any], key: str) -> str:
-    value = median(row, key)
+def _us(value: float | None) -> str:
     if value is None:
         return "-"
-    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 1000 else f"{value:.0f}"
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 1000 else f"{value:,.0f}"
 
 
-def best_peer(rows: Iterable[dict[str, Any]], key: str) -> float | None:
-    times = [median(row, key) for row in rows if row["provider"] not in NO_PEER]
-    return min((t for t in times if t), default=None)
+def _time(row: dict[str, Any], key: str) -> str:
+    return _us(median(row, key))
+
+
+def best_peer(rows: Iterable[dict[str, Any]], key: str) -> dict[str, Any] | None:
+    """Return the peer's row with the least time."""
+    peers = [row for row in rows if row["provider"] not in NO_PEER and median(row, key)]
+    return min(peers, key=lambda row: row[key][1], default=None)
 
 
 def _ratio(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
@@ -168,7 +179,7 @@ def _ratio(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     for key in ("graph_us", "call_us"):
         best, own = best_peer(rows, key), median(row, key)
         if best and own:
-            return f"{best / own:.2f}"
+            return f"{best[key][1] / own:.2f}"
     return "-"
 
 
@@ -214,18 +225,18 @@ NAMES = {
 }  # fmt: skip
 
 
-def figures(rows: list[dict[str, Any]], run: str) -> str:
-    """Return one run as a Markdown table: each case of this library beside its best peer.
+def figures(rows: list[dict[str, Any]], wanted: str | None = None) -> str:
+    """Return one run, or the newest, as a Markdown table: each case beside its best peer.
 
     Raises
     ------
     ValueError
-        If no run, or more than one, has an id that ends with `run`.
+        If no run, or more than one, has an id that ends with `wanted`.
     """
-    found = {row["run"] for row in rows if row["run"].endswith(run)}
-    if len(found) != 1:
-        raise ValueError(f"--run {run}: {len(found)} runs of the ledger end so")
-    rows = [row for row in rows if row["run"] in found]
+    run = find_run(rows, wanted or max((row["run"] for row in rows), default=""))
+    if run is None:
+        raise ValueError(f"--run {wanted}: no run of the ledger ends so")
+    rows = [row for row in rows if row["run"] == run]
     lines = [
         "| workload | direction | cupyattn graph / call us | peer graph / call us | floor us "
         "| error (plain) |",
@@ -235,20 +246,14 @@ def figures(rows: list[dict[str, Any]], run: str) -> str:
         if row["provider"] != "cupyattn":
             continue
         case = [r for r in rows if all(r[k] == row[k] for k in ("workload", "direction"))]
-        peers = [r for r in case if r["provider"] not in NO_PEER and median(r, "graph_us")]
-        peers = peers or [r for r in case if r["provider"] not in NO_PEER and median(r, "call_us")]
-        best = min(peers, key=_graph_or_call, default=None)
-        peer = f"{NAMES.get(best['provider'], best['provider'])} {_both(best)}" if best else ""
-        floor = f"{row['floor_us']:.3g}" if row.get("floor_us") else ""
+        best = best_peer(case, "graph_us") or best_peer(case, "call_us")
+        peer = f"{NAMES.get(best['provider'], best['provider'])} {_both(best)}" if best else "-"
         lines.append(
-            f"| `{row['workload']}` | {row['direction']} | {_both(row)} | {peer} | {floor} "
+            f"| `{row['workload']}` | {row['direction']} | {_both(row)} | {peer} "
+            f"| {_us(row.get('floor_us'))} "
             f"| {_small(row['error'])} ({_small(row['plain_error'])}) |"
         )
     return "\n".join(lines)
-
-
-def _graph_or_call(row: dict[str, Any]) -> float:
-    return median(row, "graph_us") or median(row, "call_us") or float("inf")
 
 
 def _both(row: dict[str, Any]) -> str:

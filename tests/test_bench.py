@@ -508,14 +508,16 @@ def test_plot_command_draws_from_the_ledger_alone(tmp_path, monkeypatch, capsys)
 
 
 def test_figures_of_one_run(tmp_path, monkeypatch, capsys):
-    """Each case beside its best peer of the same run; no floor, no peer: empty cells."""
+    """Each case beside its best peer of the same run; without a floor or a peer a dash."""
     monkeypatch.setattr(ledger, "RESULTS", tmp_path)
+    with pytest.raises(SystemExit):
+        cli.main(["figures"])  # an empty ledger
     rows = [
-        example_row(run="then-1", graph_us=[1.0, 2.0, 3.0], floor_us=1.25),
-        example_row(run="then-1", provider="liger", graph_us=[8.0, 9.0, 9.5]),
-        example_row(run="then-1", provider="torch", graph_us=[7.0, 7.5, 9.5]),
-        example_row(run="then-1", provider="copy", graph_us=[1.0, 1.0, 1.0]),
-        example_row(run="now-2", direction="backward", floor_us=None),
+        example_row(run="2026-11-29-1", graph_us=[1.0, 2.0, 3.0], floor_us=1.25),
+        example_row(run="2026-11-29-1", provider="liger", graph_us=[8.0, 9.0, 9.5]),
+        example_row(run="2026-11-29-1", provider="torch", graph_us=[7.0, 7.5, 9.5]),
+        example_row(run="2026-11-29-1", provider="copy", graph_us=[1.0, 1.0, 1.0]),
+        example_row(run="2026-11-30-2", direction="backward", floor_us=None),
     ]  # fmt: skip
     for row in rows:
         ledger.append(tmp_path / "Some-GPU.jsonl", row)
@@ -524,10 +526,10 @@ def test_figures_of_one_run(tmp_path, monkeypatch, capsys):
     assert "| forward | 2.00 / " in line and "| torch 7.50 / " in line and "| 1.25 |" in line
     assert cli.main(["figures"]) == 0  # the newest
     (line,) = capsys.readouterr().out.strip().splitlines()[2:]
-    assert "| backward |" in line and "|  |  |" in line
+    assert "| backward |" in line and "| - | - |" in line
     with pytest.raises(SystemExit):
         cli.main(["figures", "--run", "nothing"])
-    assert "0 runs of the ledger end so" in capsys.readouterr().err
+    assert "--run nothing: no run of the ledger ends so" in capsys.readouterr().err
 
 
 def test_command_line(capsys):
