@@ -39,8 +39,46 @@ def _parts(problem: Problem, device: Device, blocks: int, least: int) -> int:
     return min(most, slots // pairs)
 
 
+class Compiled(Row):
+    """What the rows share whose kernels have heads of a group and kernel size compiled in."""
+
+    dtype: str
+
+    def refuses(self, problem: Problem, device: Device) -> str | None:
+        if problem.scores.dtype != self.dtype:
+            return f"dtype {problem.scores.dtype} is not {self.dtype}"
+        if not problem.scores.unit_last:
+            return "scores have no unit stride on the last axis"
+        reason = self._mismatch(problem)
+        if reason is None and self._shared(problem) > device.shared_memory:
+            return f"{self._shared(problem)} bytes of shared memory exceed {device.shared_memory}"
+        return reason
+
+    def _mismatch(self, problem: Problem) -> str | None:
+        """Return why this row cannot do scores of its dtype on any device, or None."""
+        raise NotImplementedError
+
+    def _shared(self, problem: Problem) -> int:
+        """Return the bytes of shared memory of a block."""
+        raise NotImplementedError
+
+    @staticmethod
+    def _buffers(problem: Problem) -> dict[str, str]:
+        """Return the buffers of a kernel that computes the statistics of softmax itself."""
+        more = [("bias", problem.bias), *((name, problem.activation == "sparsemax")
+                                          for name in ("shift", "factor"))]
+        return {name: name for name in ("scores", "weight", "y", *(n for n, on in more if on))}
+
+    def _before(self, problem: Problem, device: Device) -> Program:
+        """Return the plain row's statistics for sparsemax, nothing for softmax."""
+        if problem.activation == "softmax":
+            return Program(())
+        plain = Plain(self.dtype, "sparsemax", False).program(problem, device)
+        return Program(plain.steps[:1], plain.scratch)
+
+
 @dataclass(frozen=True)
-class RingForward(Row):
+class RingForward(Compiled):
     """A block walks down its rows, with P of the rows that taps reach in shared memory.
 
     Scores are read once. Kernel and heads of a group are compiled in. Sparsemax has the plain
@@ -62,19 +100,7 @@ class RingForward(Row):
     def name(self) -> str:
         return f"ring_{self.dtype}_t{self.threads}_b{self.blocks}_h{self.heads[1]}"
 
-    def refuses(self, problem: Problem, device: Device) -> str | None:
-        reason = self._mismatch(problem)
-        if reason is None and self._shared(problem) > device.shared_memory:
-            return f"{self._shared(problem)} bytes of shared memory exceed {device.shared_memory}"
-        return reason
-
     def _mismatch(self, problem: Problem) -> str | None:
-        """Return why this row cannot do the problem on any device, or None."""
-        scores = problem.scores
-        if scores.dtype != self.dtype:
-            return f"dtype {scores.dtype} is not {self.dtype}"
-        if not scores.unit_last:
-            return "scores have no unit stride on the last axis"
         if problem.seq > self.to_seq:
             return f"seq {problem.seq} is above {self.to_seq}"
         kh, kw = problem.weight.shape[2:]
@@ -133,20 +159,12 @@ class RingForward(Row):
                 Plain(self.dtype, "sparsemax", False)._kernel("statistics"))
 
     def program(self, problem: Problem, device: Device) -> Program:
-        sparsemax = problem.activation == "sparsemax"
-        buffers = ("scores", "weight", "y", *(("bias",) if problem.bias else ()),
-                   *(("shift", "factor") if sparsemax else ()))
         shared = self._shared(problem)
         fit = max(1, (device.shared_memory + 1024) // (shared + 1024))
         parts = _parts(problem, device, min(self.blocks, fit), self.least)
-        ring = Program((Step(
+        return self._before(problem, device) + Program((Step(
             self._kernel(problem), (problem.batch * problem.groups * parts, 1, 1),
-            {**values(problem), "chunks": parts}, {name: name for name in buffers},
-            shared=shared),))
-        if not sparsemax:
-            return ring
-        plain = Plain(self.dtype, "sparsemax", False).program(problem, device)
-        return Program(plain.steps[:1], plain.scratch) + ring
+            {**values(problem), "chunks": parts}, self._buffers(problem), shared=shared),))
 
 
 def _round_up(x: int, step: int) -> int:
@@ -154,7 +172,7 @@ def _round_up(x: int, step: int) -> int:
 
 
 @dataclass(frozen=True)
-class Band(Row):
+class Band(Compiled):
     """A warp walks down a band of 128 keys, with P of the rows that taps reach in shared memory.
 
     The statistics of the rows of scores have a kernel of their own, for sparsemax the plain row's.
@@ -173,19 +191,7 @@ class Band(Row):
     def name(self) -> str:
         return f"band_{self.dtype}_t{self.threads}_b{self.blocks}_h{self.heads}"
 
-    def refuses(self, problem: Problem, device: Device) -> str | None:
-        reason = self._mismatch(problem)
-        if reason is None and self._shared(problem) > device.shared_memory:
-            return f"{self._shared(problem)} bytes of shared memory exceed {device.shared_memory}"
-        return reason
-
     def _mismatch(self, problem: Problem) -> str | None:
-        """Return why this row cannot do the problem on any device, or None."""
-        scores = problem.scores
-        if scores.dtype != self.dtype:
-            return f"dtype {scores.dtype} is not {self.dtype}"
-        if not scores.unit_last:
-            return "scores have no unit stride on the last axis"
         kh, kw = problem.weight.shape[2:]
         if problem._dilation != (1, 1) and max(kh, kw) > 1:
             return f"dilation {problem.dilation} is not 1"
@@ -272,7 +278,7 @@ class Band(Row):
 
 
 @dataclass(frozen=True)
-class Strip(Row):
+class Strip(Compiled):
     """A block per strip of query rows: statistics and convolution in one kernel.
 
     16-bit elements are multiplied on matrix units, float32 on the cores. Kernel, dilation and
@@ -297,19 +303,7 @@ class Strip(Row):
     def matrix(self) -> bool:
         return self.dtype != "f32"
 
-    def refuses(self, problem: Problem, device: Device) -> str | None:
-        reason = self._mismatch(problem)
-        if reason is None and self._shared(problem) > device.shared_memory:
-            return f"{self._shared(problem)} bytes of shared memory exceed {device.shared_memory}"
-        return reason
-
     def _mismatch(self, problem: Problem) -> str | None:
-        """Return why this row cannot do the problem on any device, or None."""
-        scores = problem.scores
-        if scores.dtype != self.dtype:
-            return f"dtype {scores.dtype} is not {self.dtype}"
-        if not scores.unit_last:
-            return "scores have no unit stride on the last axis"
         kh, kw = problem.weight.shape[2:]
         if kh * kw > self.MOST_TAPS:
             return f"kernel ({kh}, {kw}) has more than {self.MOST_TAPS} taps"
@@ -378,16 +372,9 @@ class Strip(Row):
                 Plain(self.dtype, "sparsemax", False)._kernel("statistics"))
 
     def program(self, problem: Problem, device: Device) -> Program:
-        sparsemax = problem.activation == "sparsemax"
-        buffers = ("scores", "weight", "y", *(("bias",) if problem.bias else ()),
-                   *(("shift", "factor") if sparsemax else ()))
-        strip = Program((Step(
+        return self._before(problem, device) + Program((Step(
             self._kernel(problem), (self._blocks(problem), 1, 1), values(problem),
-            {name: name for name in buffers}, shared=self._shared(problem)),))
-        if not sparsemax:
-            return strip
-        plain = Plain(self.dtype, "sparsemax", False).program(problem, device)
-        return Program(plain.steps[:1], plain.scratch) + strip
+            self._buffers(problem), shared=self._shared(problem)),))
 
 
 # In the order of speed where several can. A ring reads the scores once, but its rows must fit
