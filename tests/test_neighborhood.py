@@ -212,6 +212,10 @@ def candidates():
             yield neighborhood_of_size(head_dim, value_dim), dtype
         for problem in NEIGHBORHOOD_FEW[2:]:
             yield problem, dtype
+        if dtype in ("f16", "bf16"):
+            for head_dim in (64, 128):  # windows of many keys
+                yield Neighborhood("many_keys", "more keys than rows for narrow windows take",
+                                   (700,), 577, head_dim=head_dim), dtype
 
 
 @pytest.mark.gpu
