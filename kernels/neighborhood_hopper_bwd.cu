@@ -335,8 +335,11 @@ __device__ void neighborhood_hopper_dq(const NeighborhoodHopperParams& hp) {
   for (int i = 0; i < boxes;) {
     if (walk.is_outside(warpgroup)) {
       barrier_wait(k_full + 8 * (i % kStages), i / kStages & 1);
-      release(k_empty + 8 * (i % kStages));
       barrier_wait(v_full + 8 * (i % kStages), i / kStages & 1);
+      // All four warps have seen this phase, which products would make sure of: the stage may be
+      // filled anew, and a warp that came after that would wait for ever.
+      named_barrier(1 + warpgroup, 128);
+      release(k_empty + 8 * (i % kStages));
       release(v_empty + 8 * (i % kStages));
       walk.next();
       ++i;

@@ -19,8 +19,8 @@
 //
 // Pipeline  producer  empty -> ask for k, v -> full
 //           consumer  s(i) = q k(i)^T  and  o += p(i - 1) v(i - 1)  are issued together; the softmax of
-//                     s(i) runs while the second product does, and the other warpgroup's products
-//                     run under it
+//                     s(i) runs while the second product does, and under the other warpgroup's
+//                     products: the two take turns to ask for theirs
 // Masks     a key box that lies inside every window of the query box needs none. Otherwise a score counts
 //           where the key's position is in [start, end) of the query on each axis
 // Not finite  a NaN beside the window would reach o by 0 * NaN: rows that are not finite are computed
@@ -345,9 +345,9 @@ __device__ void neighborhood_hopper(const NeighborhoodHopperParams& hp) {
     }
   };
 
-  // kTurns: the warpgroups take turns to ask for products, so that the softmax of one runs under the
+  // The warpgroups take turns to ask for products, so that the softmax of one runs under the
   // products of the other.
-  if (Config::kTurns && warpgroup == 0) {
+  if (warpgroup == 0) {
     named_arrive(1, 256);
   }
   barrier_wait(q_full, 0);
@@ -357,14 +357,10 @@ __device__ void neighborhood_hopper(const NeighborhoodHopperParams& hp) {
   softmax();
   rescale_and_pack();
   for (int i = 1; i < boxes; ++i) {
-    if (Config::kTurns) {
-      named_barrier(1 + warpgroup, 256);  // this warpgroup's turn
-    }
+    named_barrier(1 + warpgroup, 256);  // this warpgroup's turn
     start_scores(i);
     add_values(i - 1);
-    if (Config::kTurns) {
-      named_arrive(2 - warpgroup, 256);
-    }
+    named_arrive(2 - warpgroup, 256);
     warpgroup_wait<1>();  // the scores are there
     release(k_empty + 8 * (i % kStages));
     softmax();

@@ -24,7 +24,7 @@ from kinds import (
     rope,
     stepped,
 )
-from tolerance import agree, identical
+from tolerance import agree, eps, identical
 
 BOUNDARIES = ("shift", "clip")
 
@@ -220,7 +220,12 @@ def test_b17_nan_outside_the_window(kind, where, value, boundary, causal, dtype)
     far = np.abs(np.arange(200) - 100) > 2 * 4
     for name in good:
         kept = far if name in ("dk", "dv") else ~sees
-        identical(bad[name][:, kept], good[name][:, kept], what=f"{name}, head 0")
+        ours, theirs = bad[name][:, kept], good[name][:, kept]
+        if dtype == "f32":
+            identical(ours, theirs, what=f"{name}, head 0")
+        else:  # a tile beside the token is computed again, the plain way (spec, section 1)
+            np.testing.assert_allclose(ours.astype(np.float32), theirs.astype(np.float32), rtol=0,
+                                       atol=4 * eps(np.float16) * np.abs(theirs).max(), err_msg=name)
         identical(bad[name][:, :, 1], good[name][:, :, 1], what=f"{name}, head 1")
     assert not np.isfinite(bad["y"][:, sees, 0].astype(np.float32)).any()
     first, last = np.flatnonzero(sees)[[0, -1]]

@@ -149,12 +149,11 @@ class RingForward(Compiled):
     def kernels(self) -> tuple[Kernel, ...]:
         """Return the kernels of a few common problems; others are compiled when they are met."""
         heads = self.heads[1]
-        common = few(self.dtype, ((heads, 3, 16), (heads, 3, 15), (heads, 5, 16)))
-        problems = [Problem(Layout((1, n, seq, seq), self.dtype),
-                            Layout((n, n, kernel, kernel), self.dtype), None, None, 1,
+        common = few(self.dtype, (("softmax", 3, 16), ("softmax", 5, 15), ("sparsemax", 3, 16)))
+        problems = [Problem(Layout((1, heads, seq, seq), self.dtype),
+                            Layout((heads, heads, kernel, kernel), self.dtype), None, None, 1,
                             (1, 1), "same", activation)
-                    for n, kernel, seq in common for activation in ACTIVATIONS
-                    if activation == "softmax" or (kernel, seq) == (3, 16)]
+                    for activation, kernel, seq in common]
         return (*(self._kernel(problem) for problem in problems if not self._mismatch(problem)),
                 Plain(self.dtype, "sparsemax", False)._kernel("statistics"))
 

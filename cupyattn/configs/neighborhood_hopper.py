@@ -156,7 +156,7 @@ class Hopper(Row):
 class HopperForward(Hopper):
     """128 queries a block, 96 to 160 keys at a time, both boxes of positions."""
 
-    TURNS: ClassVar[bool] = False  # warpgroups take turns to ask for products
+    LEAST: ClassVar[int] = 600
 
     def refuses(self, problem: Problem, device: Device) -> str | None:
         reason = super().refuses(problem, device)
@@ -184,7 +184,6 @@ class HopperForward(Hopper):
                       "neighborhood_hopper_fwd.cu", "neighborhood_hopper",
                       "NeighborhoodHopperParams",
                       (f"using T = {CTYPE[self.dtype]};",
-                       f"static constexpr bool kTurns = {str(self.TURNS).lower()};",
                        *(f"static constexpr int k{k} = {n};" for k, n in numbers.items())),
                       _THREADS, target="sm_90a")
 
