@@ -37,8 +37,9 @@ STRUCTS: dict[str, np.dtype] = {
     "NeighborhoodParams": NEIGHBORHOOD,
     "NeighborhoodHopperParams": _struct(
         *((f"{name}_map", TENSOR_MAP) for name in ("q", "k", "v", "dy")), ("na", NEIGHBORHOOD),
-        ("tiles", "i4", 3), *((f"{name}_heads_first", "i4") for name in ("q", "k", "v", "dy")),
-        ("folded", "i4"), align=64),
+        ("tiles", "i4", 3), ("all_tiles", "i4"),
+        *((f"{name}_heads_first", "i4") for name in ("q", "k", "v", "dy")), ("folded", "i4"),
+        align=64),
     "LinearParams": _struct(
         ("a", MATRIX_VIEW, 4), ("b", MATRIX_VIEW, 4), ("c", MATRIX_VIEW, 4), ("bias", "u8", 4),
         ("bias_stride", "i8", 4), ("rows", "i8", 4), ("columns", "i8", 4), ("depth", "i8", 4),

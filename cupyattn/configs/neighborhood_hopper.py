@@ -16,9 +16,7 @@ from .neighborhood_problem import Problem, values
 
 Box = tuple[int, int, int]
 Axis = tuple[int, int, int, int, bool, str]  # positions, window, dilation, stride, causal, boundary
-_ROWS, _STAGES, _THREADS = 128, 2, 384
-_PLACE = 104  # bytes of HopperPlace, which the source asserts
-_KEYS = (96, 112, 128, 144, 160)  # of a box; more spill
+_SHARED = 227 << 10  # bytes of a block
 
 
 def _factors(n: int, axes: int, last: int) -> list[Box]:
@@ -28,21 +26,30 @@ def _factors(n: int, axes: int, last: int) -> list[Box]:
     return [box for box in boxes if all(x == 1 for x in box[:3 - axes])]
 
 
-@functools.lru_cache(maxsize=4096)
-def _boxes(axes: tuple[Axis, ...], sizes: tuple[int, ...], inverse: bool, halves: bool,
-           overhead: int) -> tuple[Box, Box] | None:
-    """Return the box that a block owns and that which it walks, of least work by count, if any fit.
+def _cut(own: Box) -> int:
+    """Return the first axis on which a box has more than one position: parts lie along it."""
+    return next((a for a in range(3) if own[a] > 1), 2)
 
-    `sizes` are those of the second; `inverse`: keys own and queries are walked; `halves`: each half
-    of a block passes over boxes that it does not see; `overhead`: the cost of a walked box, in
+
+def _part(own: Box, groups: int) -> Box:
+    """Return the box of one of the warpgroups that own a box together."""
+    a, b, c = (n // groups if axis == _cut(own) else n for axis, n in enumerate(own))
+    return a, b, c
+
+
+@functools.lru_cache(maxsize=4096)
+def _boxes(axes: tuple[Axis, ...], sizes: tuple[int, ...], inverse: bool, groups: int,
+           overhead: int) -> tuple[Box, Box] | None:
+    """Return the box of a tile and that which it walks, of least work by count, if any fit.
+
+    `sizes` are those of the second; `inverse`: keys own and queries are walked; `groups`: so many
+    parts of a tile pass over boxes that they do not see; `overhead`: the cost of a walked box, in
     positions.
     """
     @functools.cache
     def work(a: int, own: int, seen: int, parts: int) -> int:
         """Count the pairs along an axis that is cut into so many parts, padding included."""
-        n, window, dilation, stride, causal, boundary = axes[a - 3]
-        if max(own, seen) * dilation > 256:
-            return 0
+        n, window, _, stride, causal, boundary = axes[a - 3]
         interval = reference.inverse_window if inverse else reference.window
         start, end = interval(n, window, 1, stride, causal, boundary)
         block = np.arange(0, n, own)
@@ -54,17 +61,20 @@ def _boxes(axes: tuple[Axis, ...], sizes: tuple[int, ...], inverse: bool, halves
                           - (start[first] - start[block]) // seen).sum())
         return count * own // parts * seen
 
+    def fits(own: Box, seen: Box) -> bool:
+        steps = (1,) * (3 - len(axes)) + tuple(axis[2] for axis in axes)
+        return all(n * d <= 256 for box in (_part(own, groups), seen) for n, d in zip(box, steps))
+
     def cost(own: Box, seen: Box) -> float:
-        cut = next((a for a in range(3) if own[a] > 1), 2)  # halves lie along the first such axis
-        pairs = math.prod(work(a, own[a], seen[a], 1 + (halves and a == cut))
-                          for a in range(3 - len(axes), 3))
+        """Count pairs; what one part passes over saves half, since the others go on alone."""
+        pairs = sum(math.prod(work(a, own[a], seen[a], parts if a == _cut(own) else 1)
+                              for a in range(3 - len(axes), 3)) for parts in (1, groups))
         return pairs * (1 + overhead / math.prod(seen))
 
-    boxes = [(own, seen) for n in sizes for seen in _factors(n, len(axes), 8)
-             if len(axes) == 1 or seen[2] <= 32 for own in _factors(_ROWS, len(axes), 1)]
-    costs = {pair: cost(*pair) for pair in boxes}
-    fitting = [pair for pair in boxes if costs[pair] > 0]
-    return min(fitting, key=costs.__getitem__, default=None)
+    owns = [own for own in _factors(64 * groups, len(axes), 1) if own[_cut(own)] % groups == 0]
+    pairs = [(own, seen) for n in sizes for seen in _factors(n, len(axes), 8)
+             if len(axes) == 1 or seen[2] <= 32 for own in owns if fits(own, seen)]
+    return min(pairs, key=lambda pair: cost(*pair), default=None)
 
 
 @dataclass(frozen=True)
@@ -76,9 +86,11 @@ class Hopper(Row):
 
     target: ClassVar[str | None] = "sm_90a"
     ARRAYS: ClassVar[tuple[str, ...]] = ("q", "k", "v")  # that the copy engine takes
+    PARTS: ClassVar[tuple[str, ...]] = ()  # kernels: "fwd", "dq", "dkdv"
     LEAST: ClassVar[int] = 576  # keys of a window, below which other rows are faster
-    HALVES: ClassVar[bool] = False  # warpgroups pass over boxes that they do not see
+    GROUPS: ClassVar[int] = 2  # warpgroups that compute, 64 rows each
     OVERHEAD: ClassVar[int] = 24  # of a walked box, in positions: barriers, exchange between lanes
+    STAGES: ClassVar[int] = 2  # walked boxes in flight before a second tile's own rows are
 
     @property
     def name(self) -> str:
@@ -102,33 +114,95 @@ class Hopper(Row):
                         "the copy engine does not take")
         if not _folded(problem) and max(problem.dilation) > 8:
             return f"dilation {problem.dilation} exceeds 8, and its groups are not lines"
+        for part in self.PARTS:
+            boxes = self.boxes(problem, part)
+            if boxes is None:
+                return f"dilation {problem.dilation} stretches every box beyond 256 tokens"
+            if self._all_tiles(problem, boxes[0], self._heads_of(problem, part)) >= 2**31:
+                return "tiles exceed an int"
         return None
+
+    def boxes(self, problem: Problem, part: str) -> tuple[Box, Box] | None:
+        """Return the box of a tile of a part and that which it walks, if any fit."""
+        raise NotImplementedError
 
     def _fitted(self, problem: Problem, sizes: tuple[int, ...], inverse: bool = False
                 ) -> tuple[Box, Box] | None:
-        """Return the box that a block owns and that which it walks, if any fit."""
+        """Return the box of a tile and that which it walks, if any fit."""
         step = (1,) if _folded(problem) else problem.dilation  # groups that are lines
         lengths = [cdiv(n, d) for n, d in zip(problem.space, problem.dilation)]
         axes = tuple(zip(lengths, problem.kernel_size, step, problem.stride, problem.is_causal,
                          (problem.boundary,) * len(lengths)))
-        return _boxes(axes, sizes, inverse, self.HALVES, self.OVERHEAD)
+        return _boxes(axes, sizes, inverse, self.GROUPS, self.OVERHEAD)
 
     def _tiles(self, problem: Problem, own: Box) -> Box:
-        """Return the boxes along each axis of the longest dilation group."""
+        """Return the tiles along each axis of the longest dilation group."""
         a, b, c = (cdiv(cdiv(n, d), q) for n, d, q in zip(
             _three(problem.space), _three(problem.dilation), own))
         return a, b, c
 
-    def _blocks(self, problem: Problem, own: Box, heads: int) -> int:
+    def _all_tiles(self, problem: Problem, own: Box, heads: int) -> int:
         return (math.prod(self._tiles(problem, own)) * math.prod(problem.dilation) * heads
                 * problem.batch)
 
-    def _numbers(self, problem: Problem, own: Box) -> dict[str, object]:
+    def _numbers(self, problem: Problem, own: Box, heads: int) -> dict[str, object]:
         """Return the constant fields of `NeighborhoodHopperParams`."""
         numbers: dict[str, object] = {f"na.{k}": v for k, v in values(problem).items()}
-        numbers |= {"tiles": self._tiles(problem, own), "folded": int(_folded(problem))}
+        numbers |= {"tiles": self._tiles(problem, own), "folded": int(_folded(problem)),
+                    "all_tiles": self._all_tiles(problem, own, heads)}
         return numbers | {f"{name}_heads_first": int(_heads(getattr(problem, name)) == "first")
                           for name in self.ARRAYS}
+
+    def _memory(self, axes: int, arrays: int, stage: int) -> tuple[int, int, int]:
+        """Return how many tiles' own rows and how many walked boxes fit, and all bytes.
+
+        `arrays`: of own rows; `stage`: bytes of a walked box.
+        """
+        rows = 64 * self.GROUPS
+        tile = arrays * rows * self.dim * 2 + 8 * 2 * self.GROUPS
+        plans = 2 * (80 + 48 * self.GROUPS + 8 * axes * rows + 8 * 2)
+        stages = [min((_SHARED - plans - n * tile) // stage, 6) for n in (1, 2)]
+        owned = 2 if stages[1] >= min(stages[0], self.STAGES) else 1
+        return owned, stages[owned - 1], plans + owned * tile + stages[owned - 1] * stage
+
+    def _bytes(self, part: str, axes: int, seen: Box) -> tuple[int, int, int]:
+        """Return `_memory` for a part."""
+        count = math.prod(seen)
+        sums = 8 * count + 8 * 3 if part == "dkdv" else 8 * 4  # and barriers
+        return self._memory(axes, 1 if part == "fwd" else 2, 2 * count * self.dim * 2 + sums)
+
+    def _kernel(self, part: str, own: Box, seen: Box, axes: int) -> Kernel:
+        owned, stages, _ = self._bytes(part, axes, seen)
+        numbers = {"Dim": self.dim, "Groups": self.GROUPS, "Owned": owned, "Stages": stages,
+                   "Axes": axes, **{f"Own{a}": n for a, n in zip("THW", own)},
+                   **{f"Seen{a}": n for a, n in zip("THW", seen)}}
+        boxes = "_".join("x".join(map(str, box)) for box in (own, seen))
+        direction = "fwd" if part == "fwd" else "bwd"
+        return Kernel(f"neighborhood_{direction}__{self.name}__{part}_{axes}d_{boxes}",
+                      f"neighborhood_hopper_{direction}.cu", f"neighborhood_hopper_{part}",
+                      "NeighborhoodHopperParams",
+                      (f"using T = {CTYPE[self.dtype]};",
+                       f"static constexpr bool kInverse = {str(part == 'dkdv').lower()};",
+                       *(f"static constexpr int k{k} = {n};" for k, n in numbers.items())),
+                      128 * (self.GROUPS + 1), target="sm_90a")
+
+    def _heads_of(self, problem: Problem, part: str) -> int:
+        return problem.kv_heads if part == "dkdv" else problem.heads
+
+    def _step(self, problem: Problem, device: Device, part: str, buffers: tuple[str, ...]) -> Step:
+        boxes = self.boxes(problem, part)
+        assert boxes is not None
+        own, seen = boxes
+        axes, heads = len(problem.space), self._heads_of(problem, part)
+        fields = {f"na.{name}.data": name for name in buffers}
+        fields |= {f"{name}_map.address": name for name in self.ARRAYS}
+        ours = ("k", "v") if part == "dkdv" else ("q", "dy")
+        maps = {f"{name}_map": self._map(problem, getattr(problem, name), _part(own, self.GROUPS)
+                                         if name in ours else seen) for name in self.ARRAYS}
+        blocks = min(self._all_tiles(problem, own, heads), device.multiprocessors)
+        return Step(self._kernel(part, own, seen, axes), (blocks, 1, 1),
+                    self._numbers(problem, own, heads), fields,
+                    shared=self._bytes(part, axes, seen)[2], maps=maps)
 
     def _map(self, problem: Problem, layout: Layout, box: Box) -> TensorMap:
         rank = len(problem.space)
@@ -154,70 +228,34 @@ class Hopper(Row):
 
 @dataclass(frozen=True)
 class HopperForward(Hopper):
-    """128 queries a block, 96 to 160 keys at a time, both boxes of positions."""
+    """64 queries a warpgroup, 64 to 160 keys at a time, both boxes of positions."""
 
-    LEAST: ClassVar[int] = 600
+    PARTS: ClassVar[tuple[str, ...]] = ("fwd",)
+    KEYS: ClassVar[tuple[int, ...]] = (64, 80, 96, 112, 128, 144, 160)  # of a box; more spill
 
-    def refuses(self, problem: Problem, device: Device) -> str | None:
-        reason = super().refuses(problem, device)
-        if reason is not None:
-            return reason
-        boxes = self._fitted(problem, _KEYS)
-        if boxes is None:
-            return f"dilation {problem.dilation} stretches every box beyond 256 tokens"
-        if self._blocks(problem, boxes[0], problem.heads) >= 2**31:
-            return "query boxes exceed a grid"
-        return None
-
-    def boxes(self, problem: Problem) -> tuple[Box, Box]:
-        """Return the boxes of queries and of keys. Only called when the row does not refuse."""
-        boxes = self._fitted(problem, _KEYS)
-        assert boxes is not None
-        return boxes
-
-    def _kernel(self, query: Box, key: Box, axes: int) -> Kernel:
-        numbers = {"Dim": self.dim, "Stages": _STAGES, "Axes": axes,
-                   **{f"Query{a}": n for a, n in zip("THW", query)},
-                   **{f"Key{a}": n for a, n in zip("THW", key)}}
-        boxes = "_".join("x".join(map(str, box)) for box in (query, key))
-        return Kernel(f"neighborhood_fwd__{self.name}__{axes}d_{boxes}",
-                      "neighborhood_hopper_fwd.cu", "neighborhood_hopper",
-                      "NeighborhoodHopperParams",
-                      (f"using T = {CTYPE[self.dtype]};",
-                       *(f"static constexpr int k{k} = {n};" for k, n in numbers.items())),
-                      _THREADS, target="sm_90a")
+    def boxes(self, problem: Problem, part: str = "fwd") -> tuple[Box, Box] | None:
+        """Return the box of queries of a tile and that of keys that it walks, if any fit."""
+        return self._fitted(problem, self.KEYS)
 
     def kernels(self) -> tuple[Kernel, ...]:
         """Return the kernels of a few boxes; others are compiled when they are met."""
-        return tuple(self._kernel(*boxes) for boxes in few(self.dtype, (
+        return tuple(self._kernel("fwd", *boxes) for boxes in few(self.dtype, (
             ((1, 1, 128), (1, 1, 160), 1), ((1, 8, 16), (1, 10, 16), 2),
-            ((4, 4, 8), (3, 3, 16), 3), ((16, 1, 8), (16, 1, 8), 3))))
+            ((4, 4, 8), (3, 3, 16), 3), ((8, 2, 8), (1, 4, 16), 3))))
 
     def program(self, problem: Problem, device: Device) -> Program:
-        query, key = self.boxes(problem)
-        buffers = {f"na.{name}.data": name
-                   for name in ("q", "k", "v", "y", *(("lse",) if problem.return_lse else ()))}
-        maps = {}
-        for name, box in (("q", query), ("k", key), ("v", key)):
-            maps[f"{name}_map"] = self._map(problem, getattr(problem, name), box)
-            buffers[f"{name}_map.address"] = name
-        positions = _ROWS + 2 * _STAGES * math.prod(key)
-        shared = positions * self.dim * 2 + 8 * (1 + 4 * _STAGES) + _PLACE
-        return Program((Step(self._kernel(query, key, len(problem.space)),
-                             (self._blocks(problem, query, problem.heads), 1, 1),
-                             self._numbers(problem, query), buffers, shared=shared,
-                             maps=maps),))
+        lse = ("lse",) if problem.return_lse else ()
+        return Program((self._step(problem, device, "fwd", ("q", "k", "v", "y", *lse)),))
 
 
 @dataclass(frozen=True)
 class HopperBackward(Hopper):
-    """128 queries a block for dq, then 128 keys a block for dk and dv."""
+    """64 queries a warpgroup for dq, then 64 keys a warpgroup for dk and dv."""
 
     ARRAYS: ClassVar[tuple[str, ...]] = ("q", "k", "v", "dy")
-    HALVES: ClassVar[bool] = True
+    PARTS: ClassVar[tuple[str, ...]] = ("dq", "dkdv")
     OVERHEAD: ClassVar[int] = 8
-    _PLACE: ClassVar[int] = 176  # bytes of BoxPlace, which the source asserts
-    _SHARED: ClassVar[int] = 227 << 10  # bytes of a block
+    STAGES: ClassVar[int] = 3
 
     @property
     def keys(self) -> tuple[int, ...]:
@@ -230,42 +268,9 @@ class HopperBackward(Hopper):
         return (64,) if self.dim == 128 else (64, 80, 96)
 
     def boxes(self, problem: Problem, part: str) -> tuple[Box, Box] | None:
-        """Return the box that a block of "dq" or "dkdv" owns and those that it walks, if any."""
+        """Return the box of a tile of "dq" or "dkdv" and those that it walks, if any fit."""
         return (self._fitted(problem, self.keys) if part == "dq"
                 else self._fitted(problem, self.queries, inverse=True))
-
-    def refuses(self, problem: Problem, device: Device) -> str | None:
-        reason = super().refuses(problem, device)
-        if reason is not None:
-            return reason
-        for part, heads in (("dq", problem.heads), ("dkdv", problem.kv_heads)):
-            boxes = self.boxes(problem, part)
-            if boxes is None:
-                return f"dilation {problem.dilation} stretches every box beyond 256 tokens"
-            if self._blocks(problem, boxes[0], heads) >= 2**31:
-                return "boxes exceed a grid"
-        return None
-
-    def _stages(self, part: str, seen: Box, axes: int) -> tuple[int, int]:
-        """Return how many boxes are in flight, and the bytes of shared memory."""
-        count = math.prod(seen)
-        stage = 2 * count * self.dim * 2 + (8 * 4 if part == "dq" else 8 * count + 8 * 3)
-        rest = 2 * _ROWS * self.dim * 2 + 8 + self._PLACE + 8 * axes * _ROWS
-        stages = min((self._SHARED - rest) // stage, 4)
-        return stages, rest + stages * stage
-
-    def _kernel(self, part: str, own: Box, seen: Box, axes: int) -> Kernel:
-        numbers = {"Dim": self.dim, "Stages": self._stages(part, seen, axes)[0], "Axes": axes,
-                   **{f"Own{a}": n for a, n in zip("THW", own)},
-                   **{f"Seen{a}": n for a, n in zip("THW", seen)}}
-        boxes = "_".join("x".join(map(str, box)) for box in (own, seen))
-        return Kernel(f"neighborhood_bwd__{self.name}__{part}_{axes}d_{boxes}",
-                      "neighborhood_hopper_bwd.cu", f"neighborhood_hopper_{part}",
-                      "NeighborhoodHopperParams",
-                      (f"using T = {CTYPE[self.dtype]};",
-                       f"static constexpr bool kInverse = {str(part == 'dkdv').lower()};",
-                       *(f"static constexpr int k{k} = {n};" for k, n in numbers.items())),
-                      _THREADS, target="sm_90a")
 
     def kernels(self) -> tuple[Kernel, ...]:
         """Return the kernels of a few boxes; others are compiled when they are met."""
@@ -275,31 +280,18 @@ class HopperBackward(Hopper):
             ((1, 8, 16), (1, keys * 2, 16), (1, queries * 2, 16), 2),
             ((4, 4, 8), (keys, 2, 16), (queries, 4, 8), 3)))
         return tuple(self._kernel(part, own, seen, axes) for own, *both, axes in cases
-                     for part, seen in zip(("dq", "dkdv"), both))
-
-    def _step(self, problem: Problem, part: str, heads: int, buffers: tuple[str, ...]) -> Step:
-        boxes = self.boxes(problem, part)
-        assert boxes is not None
-        own, seen = boxes
-        fields = {f"na.{name}.data": name for name in buffers}
-        fields |= {f"{name}_map.address": name for name in self.ARRAYS}
-        ours = ("q", "dy") if part == "dq" else ("k", "v")
-        maps = {f"{name}_map": self._map(problem, getattr(problem, name),
-                                         own if name in ours else seen) for name in self.ARRAYS}
-        return Step(self._kernel(part, own, seen, len(problem.space)),
-                    (self._blocks(problem, own, heads), 1, 1), self._numbers(problem, own), fields,
-                    shared=self._stages(part, seen, len(problem.space))[1], maps=maps)
+                     for part, seen in zip(self.PARTS, both))
 
     def program(self, problem: Problem, device: Device) -> Program:
         dlse = ("dlse",) if problem.dlse else ()
         some = ("q", "k", "v", "dy", "lse", "delta")
-        return Program((self._step(problem, "dq", problem.heads, (*some, "y", *dlse, "dq")),
-                        self._step(problem, "dkdv", problem.kv_heads, (*some, "dk", "dv"))),
+        return Program((self._step(problem, device, "dq", (*some, "y", *dlse, "dq")),
+                        self._step(problem, device, "dkdv", (*some, "dk", "dv"))),
                        {"delta": _sums(problem)})
 
-    def _numbers(self, problem: Problem, own: Box) -> dict[str, object]:
+    def _numbers(self, problem: Problem, own: Box, heads: int) -> dict[str, object]:
         view = token_view(_sums(problem))
-        return (super()._numbers(problem, own)
+        return (super()._numbers(problem, own, heads)
                 | {f"na.delta.{field}": value for field, value in view.items()})
 
 

@@ -1,11 +1,16 @@
-// neighborhood_hopper.cuh: boxes of positions that a block owns and that it walks, for sm_90a
-// kernels of neighborhood attention.
+// neighborhood_hopper.cuh: boxes of positions that a block owns one after the other and that it
+// walks, for sm_90a kernels of neighborhood attention.
 //
-// A block owns kRows positions of a dilation group: Config::kOwn{T,H,W}. It walks boxes of
-// kSeen{T,H,W} positions: the keys that its queries see or, Config::kInverse, the queries that see
-// its keys. The first box starts where the intervals of the first position start, whatever the
-// coordinate; the others follow until those of the last end. Ends of intervals never fall as
-// positions grow, so this is the union.
+// A tile is kRows positions of a dilation group: Config::kOwn{T,H,W}, 64 for each of
+// Config::kGroups warpgroups, whose 64 are a box too. It walks boxes of kSeen{T,H,W} positions: the
+// keys that its queries see or, Config::kInverse, the queries that see its keys. The first box
+// starts where the intervals of the first position start, whatever the coordinate; the others
+// follow until those of the last end. Ends of intervals never fall as positions grow, so this is
+// the union.
+//
+// A block has a multiprocessor for itself and stays for all its tiles. Two plans say where it works:
+// a warp of the first warpgroup writes that of the next tile while this one is computed, two others
+// have its positions loaded, so that the warpgroups that compute go on without a pause.
 #pragma once
 #include "common/mma.cuh"
 #include "common/params.cuh"
@@ -14,13 +19,15 @@
 
 template <class Config>
 struct Boxes {
+  static constexpr int kGroups = Config::kGroups;
   static constexpr int kRows = Config::kOwnT * Config::kOwnH * Config::kOwnW;
   static constexpr int kSeen = Config::kSeenT * Config::kSeenH * Config::kSeenW;
-  static constexpr int kRowBytes = kRows * Config::kDim * 2;   // of one array
+  static constexpr int kPartBytes = 64 * Config::kDim * 2;  // a warpgroup's rows of one array
   static constexpr int kSeenBytes = kSeen * Config::kDim * 2;
   static constexpr int kFirstAxis = 3 - Config::kAxes;  // axes before it have one position
-  static_assert(kRows == 128, "two warpgroups of 64 rows; extents are powers of two, and so half "
-                              "of a box is a box");
+  static constexpr int kWarps = kGroups * 4;            // that compute
+  static_assert(kRows == kGroups * 64, "64 rows for each warpgroup");
+  static_assert(Config::kThreads == (kGroups + 1) * 128, "and one warpgroup that brings boxes");
   static_assert(kSeen % 16 == 0, "whole products");
   static_assert(Config::kSeenW % 8 == 0, "8 neighbouring columns are neighbours on the last axis");
 
@@ -39,48 +46,49 @@ struct BoxPlace {
   int own[3];           // first position
   int first[3];         // of the first box
   int boxes[3];
-  bool exists;
+  int count;            // of all boxes; below 0: there are no more tiles
   // Of the 64 rows of a warpgroup: the interval of positions that some row is related to, and that
   // of those that every row is.
-  Interval some[2][3], every[2][3];
+  Interval some[Config::kGroups][3], every[Config::kGroups][3];
 
-  __device__ void set(const NeighborhoodHopperParams& hp, int heads) {
+  // Whether the dilation group is long enough for there to be such a tile.
+  __device__ bool set(const NeighborhoodHopperParams& hp, int heads, int tile) {
     const NeighborhoodParams& p = hp.na;
     const int own_box[3] = {Config::kOwnT, Config::kOwnH, Config::kOwnW};
     const int seen_box[3] = {Config::kSeenT, Config::kSeenH, Config::kSeenW};
-    int rest = blockIdx.x;
-    exists = true;
+    bool exists = true;
 #pragma unroll
     for (int a = 2; a >= 0; --a) {
-      own[a] = rest % hp.tiles[a] * own_box[a];
-      rest /= hp.tiles[a];
+      own[a] = tile % hp.tiles[a] * own_box[a];
+      tile /= hp.tiles[a];
     }
 #pragma unroll
     for (int a = 2; a >= 0; --a) {
-      group[a] = rest % p.dilation[a];
-      rest /= p.dilation[a];
+      group[a] = tile % p.dilation[a];
+      tile /= p.dilation[a];
       n[a] = (p.space[a] - group[a] - 1) / p.dilation[a] + 1;
       exists = exists && own[a] < n[a];
     }
-    head = rest % heads;
-    batch = rest / heads;
-    if (exists) {
+    head = tile % heads;
+    batch = tile / heads;
+    count = 1;
 #pragma unroll
-      for (int a = 0; a < 3; ++a) {
-        const Interval of_first = Boxes<Config>::seen(p, a, own[a], n[a]);
-        const int last = min(own[a] + own_box[a], n[a]) - 1;
-        const Interval of_last = Boxes<Config>::seen(p, a, last, n[a]);
-        first[a] = of_first.start;
-        boxes[a] = (max(of_last.end - of_first.start, 0) + seen_box[a] - 1) / seen_box[a];
-      }
+    for (int a = 0; a < 3 && exists; ++a) {
+      const Interval of_first = Boxes<Config>::seen(p, a, own[a], n[a]);
+      const int last = min(own[a] + own_box[a], n[a]) - 1;
+      const Interval of_last = Boxes<Config>::seen(p, a, last, n[a]);
+      first[a] = of_first.start;
+      boxes[a] = (max(of_last.end - of_first.start, 0) + seen_box[a] - 1) / seen_box[a];
+      count *= boxes[a];
     }
+    return exists;
   }
 
-  // By both warpgroups, each with its first row.
+  // For the warpgroup whose first row this is.
   __device__ void set_rows(const NeighborhoodParams& p, int row) {
 #pragma unroll
     for (int a = 0; a < 3; ++a) {
-      // Rows of a half are a box; its last row is last on every axis.
+      // The last row of a box is last on every axis.
       const int from = min(position(a, row), n[a] - 1), to = min(position(a, row + 63), n[a] - 1);
       const Interval of_first = Boxes<Config>::seen(p, a, from, n[a]);
       const Interval of_last = Boxes<Config>::seen(p, a, to, n[a]);
@@ -88,8 +96,6 @@ struct BoxPlace {
       every[row / 64][a] = {of_last.start, of_first.end};
     }
   }
-
-  __device__ int count() const { return boxes[0] * boxes[1] * boxes[2]; }
 
   __device__ int position(int axis, int row) const {
     return own[axis] + (axis == 2   ? row % Config::kOwnW
@@ -161,26 +167,21 @@ struct BoxWalk {
   }
 };
 
-// What the rows of a block are related to, in shared memory: only boxes with masks need it. A
-// thread has row0 and row0 + 8 of the block; rows belong to one warp.
+// What the rows of a tile are related to, in shared memory: only boxes with masks need it. A thread
+// has row0 and row0 + 8.
 template <class Config>
 struct RowIntervals {
   int start[Config::kAxes][Boxes<Config>::kRows];
   unsigned length[Config::kAxes][Boxes<Config>::kRows];
 
-  // By all lanes of a warp.
-  __device__ void set(const NeighborhoodParams& p, const BoxPlace<Config>& place, int row0) {
-    if (threadIdx.x % 4 < 2) {
-      const int row = row0 + threadIdx.x % 4 * 8;
+  __device__ void set(const NeighborhoodParams& p, const BoxPlace<Config>& place, int row) {
 #pragma unroll
-      for (int a = Boxes<Config>::kFirstAxis; a < 3; ++a) {
-        const int position = min(place.position(a, row), place.n[a] - 1);
-        const Interval in = Boxes<Config>::seen(p, a, position, place.n[a]);
-        start[a - Boxes<Config>::kFirstAxis][row] = in.start;
-        length[a - Boxes<Config>::kFirstAxis][row] = in.end - in.start;
-      }
+    for (int a = Boxes<Config>::kFirstAxis; a < 3; ++a) {
+      const int position = min(place.position(a, row), place.n[a] - 1);
+      const Interval in = Boxes<Config>::seen(p, a, position, place.n[a]);
+      start[a - Boxes<Config>::kFirstAxis][row] = in.start;
+      length[a - Boxes<Config>::kFirstAxis][row] = in.end - in.start;
     }
-    __syncwarp();
   }
 
   // Scores of the box at `walk` that do not count become -inf.
@@ -219,6 +220,74 @@ struct RowIntervals {
   }
 };
 
+template <class Config>
+struct BoxPlan {
+  BoxPlace<Config> place;
+  RowIntervals<Config> rows;
+};
+
+// Two plans in shared memory and their barriers: full[2], empty[2].
+template <class Config>
+struct Plans {
+  BoxPlan<Config>* plans;
+  unsigned barriers;
+
+  static constexpr unsigned kBarrierBytes = 4 * 8;
+
+  // `readers`: how often a plan is given back.
+  __device__ void init(int readers) const {
+    for (int b = 0; b < 2; ++b) {
+      barrier_init(barriers + 8 * b, 1);
+      barrier_init(barriers + 16 + 8 * b, readers);
+    }
+  }
+
+  // All plans of the block, by one warp; the last one says that there are no more tiles. Blocks have
+  // neighbouring tiles at any time, whose boxes are in L2. From round to round a block moves on
+  // among them, or it might meet tiles at borders, which are smaller, in every round or in none.
+  __device__ void write(const NeighborhoodHopperParams& hp, int heads) const {
+    const int lane = threadIdx.x % 32;
+    const unsigned blocks = gridDim.x, turn = blocks * 5 / 8 | 1, tiles = hp.all_tiles;
+    unsigned made = 0, within = blockIdx.x;
+    for (unsigned round = 0; round < tiles; round += blocks) {
+      BoxPlan<Config>& plan = plans[made % 2];
+      barrier_wait(barriers + 16 + 8 * (made % 2), (made / 2 & 1) ^ 1);
+      bool exists = false;
+      if (lane == 0) {
+        exists = round + within < tiles && plan.place.set(hp, heads, int(round + within));
+      }
+      __syncwarp();
+      if (__shfl_sync(0xffffffffu, exists, 0)) {
+        if (lane < Config::kGroups) {
+          plan.place.set_rows(hp.na, lane * 64);
+        }
+        for (int row = lane; row < Boxes<Config>::kRows; row += 32) {
+          plan.rows.set(hp.na, plan.place, row);
+        }
+        __syncwarp();
+        if (lane == 0) {
+          barrier_arrive(barriers + 8 * (made % 2));
+        }
+        ++made;
+      }
+      within = (within + turn) % blocks;
+    }
+    barrier_wait(barriers + 16 + 8 * (made % 2), (made / 2 & 1) ^ 1);
+    if (lane == 0) {
+      plans[made % 2].place.count = -1;
+      barrier_arrive(barriers + 8 * (made % 2));
+    }
+  }
+
+  __device__ const BoxPlan<Config>& read(unsigned number) const {
+    barrier_wait(barriers + 8 * (number % 2), number / 2 & 1);
+    return plans[number % 2];
+  }
+  __device__ void give_back(unsigned number) const {
+    barrier_arrive(barriers + 16 + 8 * (number % 2));
+  }
+};
+
 // A box of positions of a head: kDim / 64 blocks of 64 features.
 template <class Config, int kPositions>
 __device__ inline void load_positions(const NeighborhoodHopperParams& hp, const TensorMap& map,
@@ -235,6 +304,17 @@ __device__ inline void load_positions(const NeighborhoodHopperParams& hp, const 
     load_box(to + block * (kPositions * 128), map, full, x + block * 64, last, middle,
              place.group[0] + at[0] * p.dilation[0], outer);
   }
+}
+
+// The 64 rows of a warpgroup.
+template <class Config>
+__device__ inline void load_part(const NeighborhoodHopperParams& hp, const TensorMap& map,
+                                 const BoxPlace<Config>& place, int group, int heads,
+                                 bool heads_first, unsigned to, unsigned full) {
+  const int row = group * 64;
+  load_positions<Config, 64>(hp, map, place, place.head, heads, heads_first,
+                             {place.position(0, row), place.position(1, row),
+                              place.position(2, row)}, to, full);
 }
 
 __device__ inline bool is_finite(float x) { return fabsf(x) <= 3.4028235e38f; }

@@ -75,7 +75,8 @@ struct NeighborhoodHopperParams {
   // (features, last axis, middle, first, batch or batch and heads)
   TensorMap q_map, k_map, v_map, dy_map;
   NeighborhoodParams na;
-  int tiles[3];                    // boxes of blocks along each axis of the longest dilation group
+  int tiles[3];                    // tiles along each axis of the longest dilation group
+  int all_tiles;                   // of all groups, heads and batches
   // 1: heads are counted with the batch
   int q_heads_first, k_heads_first, v_heads_first, dy_heads_first;
   int folded;                      // 1: (features, position in the group, group, 1, batch)
