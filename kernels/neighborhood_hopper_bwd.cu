@@ -9,11 +9,12 @@
 //   dk[j]    = sum_i ds[i,j] q[i]    dv[j] = sum_i p[i,j] dy[i]    i: the queries of key j
 //
 // Shapes    as in neighborhood_fwd.cu, 16-bit, value_dim = head_dim = kDim
-// Grid      x: boxes of queries (dq) or keys (dk, dv) of a dilation group, last axis fastest; then
-//           groups, heads (of keys for dk, dv), batch
-// Block     one warpgroup whose first thread asks for boxes, two that own 64 rows each
-// Tile map  dq: 128 queries that walk boxes of the keys that they see. dk, dv: 128 keys that walk
-//           boxes of the queries that see them, for each query head of the kv head. Boxes as in
+// Grid      x: as many blocks as multiprocessors, or tiles if these are fewer. Tiles: boxes of
+//           queries (dq) or keys (dk, dv) of a dilation group, last axis fastest; then groups, heads
+//           (of keys for dk, dv), batch
+// Block     one warpgroup that brings boxes, kGroups that own 64 rows of the tile each
+// Tile map  dq: queries that walk boxes of the keys that they see. dk, dv: keys that walk boxes of
+//           the queries that see them, for each query head of the kv head. Boxes as in
 //           common/neighborhood_hopper.cuh
 //
 //                  keys                            queries
@@ -22,13 +23,15 @@
 //               +--------+                        +--------+    operands as they are
 //           registers: s, dp, ds, dq         registers: s, dp, p or ds, dk, dv
 //
-//           shared memory: q, dy (or k, v) of the block, kStages of the others; of queries also
+//           shared memory: kOwned q, dy (or k, v) of tiles, kStages of the others; of queries also
 //           lse and delta
 // Pipeline  dq: s(i) = q k(i)^T, dp(i) = dy v(i)^T and dq += ds(i - 1) k(i - 1) are issued
 //           together; ds(i) is made while the last runs
 //           dk, dv: s = k q^T and dp = v dy^T are issued together; p is made while dp runs, ds
 //           while dv += p dy does, and then dk += ds q: the other warpgroup's products fill the
-//           gaps. The second warp of the first warpgroup brings lse and delta
+//           gaps
+//           first warpgroup: a warp for boxes, one for the next tile's plan, one for its own rows,
+//           one that brings lse and delta (dk, dv), or to L2 what they are made of (dq)
 // Masks     only in boxes that do not lie inside the interval of each of a warpgroup's rows; a
 //           warpgroup passes over boxes that none of its rows sees
 // Memory    lse and delta side by side, two numbers per query and head; nothing of size (queries,
@@ -170,12 +173,6 @@ __device__ inline void multiply_seen(float (&d)[kCount], const unsigned (&operan
   }
 }
 
-// x, which the compiler takes for another number.
-__device__ inline int again(int x) {
-  asm volatile("" : "+r"(x));
-  return x;
-}
-
 template <int kCount>
 __device__ inline void clear(float (&d)[kCount]) {
 #pragma unroll
@@ -191,195 +188,214 @@ __device__ void neighborhood_hopper_dq(const NeighborhoodHopperParams& hp) {
   using T = typename Config::T;
   using B = Boxes<Config>;
   constexpr int kStages = Config::kStages, kDim = Config::kDim, kKeys = B::kSeen;
-  static_assert(Config::kThreads == 384 && !Config::kInverse, "three warpgroups; queries own");
-  static_assert(sizeof(BoxPlace<Config>) == 176, "_PLACE in configs/neighborhood_hopper.py");
+  constexpr int kGroups = Config::kGroups, kOwned = Config::kOwned;
+  static_assert(!Config::kInverse, "queries own");
   const NeighborhoodParams& p = hp.na;
   extern __shared__ unsigned char memory[];
-  const unsigned q_at = static_cast<unsigned>(__cvta_generic_to_shared(memory));
-  if (q_at % 1024 != 0) {
+  const unsigned own_at = static_cast<unsigned>(__cvta_generic_to_shared(memory));
+  if (own_at % 1024 != 0) {
     __trap();  // swizzles count from such a boundary
   }
-  const unsigned dy_at = q_at + B::kRowBytes, k_at = dy_at + B::kRowBytes;
+  // A warpgroup's q, then its dy.
+  const unsigned k_at = own_at + kOwned * kGroups * 2 * B::kPartBytes;
   const unsigned v_at = k_at + kStages * B::kSeenBytes;
   const unsigned own_full = v_at + kStages * B::kSeenBytes;
-  const unsigned k_full = own_full + 8, v_full = k_full + 8 * kStages;
+  const unsigned own_empty = own_full + 8 * kOwned * kGroups;
+  const unsigned k_full = own_empty + 8 * kOwned * kGroups, v_full = k_full + 8 * kStages;
   const unsigned k_empty = v_full + 8 * kStages, v_empty = k_empty + 8 * kStages;
-  BoxPlace<Config>& shared_place =
-      *reinterpret_cast<BoxPlace<Config>*>(memory + (v_empty + 8 * kStages - q_at));
-  const BoxPlace<Config>& place = shared_place;
-  RowIntervals<Config>& intervals = *reinterpret_cast<RowIntervals<Config>*>(&shared_place + 1);
+  const Plans<Config> plans(memory, v_empty + 8 * kStages);
   // Known to be uniform, so that addresses of products are.
   const int warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / 128 - 1, 0);
   if (threadIdx.x == 0) {
-    shared_place.set(hp, p.heads);
-    barrier_init(own_full, 1);
+    for (int i = 0; i < kOwned * kGroups; ++i) {
+      barrier_init(own_full + 8 * i, 1);
+      barrier_init(own_empty + 8 * i, 4);  // warps
+    }
     for (int i = 0; i < kStages; ++i) {
       barrier_init(k_full + 8 * i, 1);
       barrier_init(v_full + 8 * i, 1);
-      barrier_init(k_empty + 8 * i, 2);  // warpgroups
-      barrier_init(v_empty + 8 * i, 2);
+      barrier_init(k_empty + 8 * i, B::kWarps);
+      barrier_init(v_empty + 8 * i, B::kWarps);
     }
+    plans.init(B::kWarps + 3);
     barrier_init_done();
     prefetch_map(hp.q_map);
     prefetch_map(hp.dy_map);
     prefetch_map(hp.k_map);
     prefetch_map(hp.v_map);
   }
-  __syncthreads();  // place is known, barriers can be used
-  if (!place.exists) {
-    return;
-  }
-  const int boxes = place.count();
+  __syncthreads();  // barriers can be used
 
   if (warpgroup < 0) {
-    fewer_registers<24>();
+    fewer_registers<40>();
     if (threadIdx.x == 0) {
-      const int kv_head = place.head / (p.heads / p.kv_heads);
-      barrier_expect(own_full, 2 * B::kRowBytes);
-      load_positions<Config, B::kRows>(hp, hp.q_map, place, place.head, p.heads,
-                                       hp.q_heads_first, place.own, q_at, own_full);
-      load_positions<Config, B::kRows>(hp, hp.dy_map, place, place.head, p.heads,
-                                       hp.dy_heads_first, place.own, dy_at, own_full);
-      BoxWalk<Config> walk(place);
-      for (int i = 0; i < boxes; ++i, walk.next()) {
-        const unsigned stage = i % kStages, parity = (i / kStages & 1) ^ 1;
-        barrier_wait(k_empty + 8 * stage, parity);
-        barrier_expect(k_full + 8 * stage, B::kSeenBytes);
-        load_positions<Config, kKeys>(hp, hp.k_map, place, kv_head, p.kv_heads, hp.k_heads_first,
-                                      walk.at, k_at + stage * B::kSeenBytes, k_full + 8 * stage);
-        barrier_wait(v_empty + 8 * stage, parity);
-        barrier_expect(v_full + 8 * stage, B::kSeenBytes);
-        load_positions<Config, kKeys>(hp, hp.v_map, place, kv_head, p.kv_heads, hp.v_heads_first,
-                                      walk.at, v_at + stage * B::kSeenBytes, v_full + 8 * stage);
-      }
+      unsigned it = 0;  // box of the block
+      plans.for_each([&](const BoxPlan<Config>& plan, unsigned) {
+        const BoxPlace<Config>& place = plan.place;
+        const int kv_head = place.head / place.shared_heads;
+        BoxWalk<Config> walk(place);
+        for (int i = 0; i < place.count; ++i, ++it, walk.next()) {
+          const unsigned stage = it % kStages, parity = (it / kStages & 1) ^ 1;
+          barrier_wait(k_empty + 8 * stage, parity);
+          barrier_expect(k_full + 8 * stage, B::kSeenBytes);
+          load_positions<Config, kKeys>(hp, hp.k_map, place, kv_head, p.kv_heads, hp.k_heads_first,
+                                        walk.at, k_at + stage * B::kSeenBytes, k_full + 8 * stage);
+          barrier_wait(v_empty + 8 * stage, parity);
+          barrier_expect(v_full + 8 * stage, B::kSeenBytes);
+          load_positions<Config, kKeys>(hp, hp.v_map, place, kv_head, p.kv_heads, hp.v_heads_first,
+                                        walk.at, v_at + stage * B::kSeenBytes, v_full + 8 * stage);
+        }
+      });
+    } else if (threadIdx.x / 32 == 1) {
+      plans.write(hp, p.heads);
+    } else if (threadIdx.x == 64) {
+      plans.for_each([&](const BoxPlan<Config>& plan, unsigned tile) {
+        for (int group = 0; group < kGroups; ++group) {
+          const unsigned slot = tile % kOwned * kGroups + group, full = own_full + 8 * slot;
+          const unsigned to = own_at + slot * (2 * B::kPartBytes);
+          barrier_wait(own_empty + 8 * slot, (tile / kOwned & 1) ^ 1);
+          barrier_expect(full, 2 * B::kPartBytes);
+          load_part(hp, hp.q_map, plan.place, group, p.heads, hp.q_heads_first, to, full);
+          load_part(hp, hp.dy_map, plan.place, group, p.heads, hp.dy_heads_first,
+                    to + B::kPartBytes, full);
+        }
+      });
+    } else if (threadIdx.x / 32 == 3) {
+      plans.for_each_by_warp([&](const BoxPlan<Config>& plan, unsigned) {
+        for (int row = threadIdx.x % 32; row < B::kRows; row += 32) {
+          Token query;
+          plan.place.token(p, row, query);
+          const T* y = row_of<const T>(p.y, query, query.head);
+          for (int i = 0; i < kDim; i += 16) {
+            prefetch_to_l2(y + i);
+          }
+          prefetch_to_l2(row_of<const float>(p.lse, query, query.head));
+        }
+      });
     }
     return;
   }
 
-  more_registers<240>();
+  more_registers<232>();
   const int lane = threadIdx.x % 32, quad = lane % 4;
-  int row0 = warpgroup * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;
-  intervals.set(p, place, row0);
-  if (threadIdx.x % 128 == 0) {
-    shared_place.set_rows(p, warpgroup * 64);
-  }
-  named_barrier(1 + warpgroup, 128);  // its bounds are known
+  const int first_row = warpgroup * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;
   const float scale = float(p.scale);
-  float lse[2], delta[2];  // times log2 e, times scale
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    Token query;
-    const bool has = place.token(p, row0 + 8 * i, query);
-    delta[i] = dot_by_quad<T, kDim>(row_of<const T>(p.dy, query, query.head),
-                                    row_of<const T>(p.y, query, query.head));
-    if (p.dlse.data != nullptr) {
-      delta[i] -= *row_of<const float>(p.dlse, query, query.head);
-    }
-    lse[i] = *row_of<const float>(p.lse, query, query.head) * kLog2e;
-    delta[i] *= scale;
-    if (has && quad == 0) {
-      *sums_of(p, query, query.head) = float2{lse[i], delta[i]};
-    }
-  }
-
   float s[kKeys / 2], dp[kKeys / 2], dq[kDim / 2];
   unsigned ds[kKeys / 16][4];
-  clear(dq);
-  const auto release = [&](unsigned barrier) {
-    if (threadIdx.x % 128 == 0) {
-      barrier_arrive(barrier);
-    }
-  };
-  const auto start_scores = [&](int i) {
-    const unsigned stage = i % kStages, parity = i / kStages & 1;
-    barrier_wait(k_full + 8 * stage, parity);
+  unsigned it = 0;  // box of the block
+  const auto add_keys = [&](unsigned box) {
     warpgroup_arrive();
-    multiply_features<T, kDim>(s, q_at + warpgroup * 8192, B::kRows * 128,
-                               k_at + stage * B::kSeenBytes);
+    multiply_seen<T>(dq, ds, k_at + box % kStages * B::kSeenBytes);
     warpgroup_commit();
-    barrier_wait(v_full + 8 * stage, parity);
-    warpgroup_arrive();
-    multiply_features<T, kDim>(dp, dy_at + warpgroup * 8192, B::kRows * 128,
-                               v_at + stage * B::kSeenBytes);
-    warpgroup_commit();
-  };
-  const auto add_keys = [&](int i) {
-    warpgroup_arrive();
-    multiply_seen<T>(dq, ds, k_at + i % kStages * B::kSeenBytes);
-    warpgroup_commit();
-  };
-  BoxWalk<Config> walk(place);
-  const auto make_weights = [&]() {
-    hold(s);
-    if (!walk.is_inside(warpgroup)) {
-      intervals.mask(s, walk, row0);
-    }
-    walk.next();
-    const float scale2 = scale * kLog2e;
-#pragma unroll
-    for (int r = 0; r < kKeys / 2; ++r) {
-      s[r] = exp2f(fmaf(s[r], scale2, -lse[r / 2 % 2]));
-    }
-    hold(s);  // made here, not after a later wait
-  };
-  const auto make_ds = [&]() {
-    hold(dp);
-#pragma unroll
-    for (int r = 0; r < kKeys / 2; ++r) {
-      s[r] *= fmaf(dp[r], scale, -delta[r / 2 % 2]);
-    }
-    hold(s);
   };
 
-  barrier_wait(own_full, 0);
-  for (int i = 0; i < boxes;) {
-    if (walk.is_outside(warpgroup)) {
-      barrier_wait(k_full + 8 * (i % kStages), i / kStages & 1);
-      barrier_wait(v_full + 8 * (i % kStages), i / kStages & 1);
-      // All four warps have seen this phase, which products would make sure of: the stage may be
-      // filled anew, and a warp that came after that would wait for ever.
-      named_barrier(1 + warpgroup, 128);
-      release(k_empty + 8 * (i % kStages));
-      release(v_empty + 8 * (i % kStages));
+  plans.for_each_by_warp([&](const BoxPlan<Config>& plan, unsigned tile) {
+    const BoxPlace<Config>& place = plan.place;
+    const int boxes = place.count;
+    int row0 = again(first_row);
+    float lse[2], delta[2];  // times log2 e, times scale
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      Token query;
+      const bool has = place.token(p, row0 + 8 * i, query);
+      delta[i] = dot_by_quad<T, kDim>(row_of<const T>(p.dy, query, query.head),
+                                      row_of<const T>(p.y, query, query.head));
+      if (p.dlse.data != nullptr) {
+        delta[i] -= *row_of<const float>(p.dlse, query, query.head);
+      }
+      lse[i] = *row_of<const float>(p.lse, query, query.head) * kLog2e;
+      delta[i] *= scale;
+      if (has && quad == 0) {
+        *sums_of(p, query, query.head) = float2{lse[i], delta[i]};
+      }
+    }
+    const unsigned slot = tile % kOwned * kGroups + warpgroup;
+    const unsigned q_now = own_at + slot * (2 * B::kPartBytes), dy_now = q_now + B::kPartBytes;
+    const auto start_scores = [&]() {
+      const unsigned stage = it % kStages, parity = it / kStages & 1;
+      barrier_wait(k_full + 8 * stage, parity);
+      warpgroup_arrive();
+      multiply_features<T, kDim>(s, q_now, 64 * 128, k_at + stage * B::kSeenBytes);
+      warpgroup_commit();
+      barrier_wait(v_full + 8 * stage, parity);
+      warpgroup_arrive();
+      multiply_features<T, kDim>(dp, dy_now, 64 * 128, v_at + stage * B::kSeenBytes);
+      warpgroup_commit();
+    };
+    BoxWalk<Config> walk(place);
+    const auto make_weights = [&]() {
+      hold(s);
+      if (!walk.is_inside(warpgroup)) {
+        plan.rows.mask(s, walk, row0);
+      }
       walk.next();
-      ++i;
-      continue;
-    }
-    start_scores(i);
-    warpgroup_wait<1>();
-    make_weights();
-    warpgroup_wait<0>();
-    release(v_empty + 8 * (i % kStages));
-    make_ds();
-    pack_operands<T, kKeys>(ds, s);
-    for (++i; i < boxes && !walk.is_outside(warpgroup); ++i) {
-      start_scores(i);
-      add_keys(i - 1);
-      warpgroup_wait<2>();  // s
-      make_weights();
-      warpgroup_wait<1>();  // dp
-      release(v_empty + 8 * (i % kStages));
-      make_ds();
-      warpgroup_wait<0>();  // dq
-      release(k_empty + 8 * ((i - 1) % kStages));
-      pack_operands<T, kKeys>(ds, s);
-    }
-    add_keys(i - 1);
-    warpgroup_wait<0>();
-    release(k_empty + 8 * ((i - 1) % kStages));
-  }
-  hold(dq);
-
-  row0 = again(row0);  // or what depends on it is kept in registers all the time
+      const float scale2 = scale * kLog2e;
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    Token mine;
-    const bool has = place.token(p, row0 + 8 * i, mine);
-    const bool finite = store_row(row_of<T>(p.dq, mine, mine.head), has, i, dq);
-    for_each_row(has && !finite, mine, [&](const Token& query) {
-      differentiate_query<T, kDim>(p, query);
-    });
-  }
+      for (int r = 0; r < kKeys / 2; ++r) {
+        s[r] = exp2f(fmaf(s[r], scale2, -lse[r / 2 % 2]));
+      }
+      hold(s);  // made here, not after a later wait
+    };
+    const auto make_ds = [&]() {
+      hold(dp);
+#pragma unroll
+      for (int r = 0; r < kKeys / 2; ++r) {
+        s[r] *= fmaf(dp[r], scale, -delta[r / 2 % 2]);
+      }
+      hold(s);
+    };
+
+    clear(dq);
+    barrier_wait(own_full + 8 * slot, tile / kOwned & 1);
+    for (int i = 0; i < boxes;) {
+      if (walk.is_outside(warpgroup)) {
+        barrier_wait(k_full + 8 * (it % kStages), it / kStages & 1);
+        arrive_by_warp(k_empty + 8 * (it % kStages));
+        barrier_wait(v_full + 8 * (it % kStages), it / kStages & 1);
+        arrive_by_warp(v_empty + 8 * (it % kStages));
+        walk.next();
+        ++i;
+        ++it;
+        continue;
+      }
+      start_scores();
+      warpgroup_wait<1>();
+      make_weights();
+      warpgroup_wait<0>();
+      arrive_by_warp(v_empty + 8 * (it % kStages));
+      make_ds();
+      pack_operands<T, kKeys>(ds, s);
+      ++it;
+      for (++i; i < boxes && !walk.is_outside(warpgroup); ++i, ++it) {
+        start_scores();
+        add_keys(it - 1);
+        warpgroup_wait<2>();  // s
+        make_weights();
+        warpgroup_wait<1>();  // dp
+        arrive_by_warp(v_empty + 8 * (it % kStages));
+        make_ds();
+        warpgroup_wait<0>();  // dq
+        arrive_by_warp(k_empty + 8 * ((it - 1) % kStages));
+        pack_operands<T, kKeys>(ds, s);
+      }
+      add_keys(it - 1);
+      warpgroup_wait<0>();
+      arrive_by_warp(k_empty + 8 * ((it - 1) % kStages));
+    }
+    hold(dq);
+    arrive_by_warp(own_empty + 8 * slot);
+
+    row0 = again(row0);  // or what depends on it is kept in registers all the time
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      Token mine;
+      const bool has = place.token(p, row0 + 8 * i, mine);
+      const bool finite = store_row(row_of<T>(p.dq, mine, mine.head), has, i, dq);
+      for_each_row(has && !finite, mine, [&](const Token& query) {
+        differentiate_query<T, kDim>(p, query);
+      });
+    }
+  });
 }
 
 // ------------------------------------------------------------------------------------------ dk, dv
@@ -389,183 +405,194 @@ __device__ void neighborhood_hopper_dkdv(const NeighborhoodHopperParams& hp) {
   using T = typename Config::T;
   using B = Boxes<Config>;
   constexpr int kStages = Config::kStages, kDim = Config::kDim, kQueries = B::kSeen;
+  constexpr int kGroups = Config::kGroups, kOwned = Config::kOwned;
   constexpr int kStageBytes = 2 * B::kSeenBytes;
-  static_assert(Config::kThreads == 384 && Config::kInverse, "three warpgroups; keys own");
-  static_assert(sizeof(BoxPlace<Config>) == 176, "_PLACE in configs/neighborhood_hopper.py");
+  static_assert(Config::kInverse, "keys own");
   const NeighborhoodParams& p = hp.na;
   extern __shared__ unsigned char memory[];
-  const unsigned k_at = static_cast<unsigned>(__cvta_generic_to_shared(memory));
-  if (k_at % 1024 != 0) {
+  const unsigned own_at = static_cast<unsigned>(__cvta_generic_to_shared(memory));
+  if (own_at % 1024 != 0) {
     __trap();  // swizzles count from such a boundary
   }
-  const unsigned v_at = k_at + B::kRowBytes, stages = v_at + B::kRowBytes;  // of q, of dy
-  const unsigned sums_at = stages + kStages * kStageBytes;  // lse, delta of a stage's queries
+  // A warpgroup's k, then its v; stages of q and dy; lse and delta of a stage's queries.
+  const unsigned stages = own_at + kOwned * kGroups * 2 * B::kPartBytes;
+  const unsigned sums_at = stages + kStages * kStageBytes;
   const unsigned own_full = sums_at + kStages * kQueries * 8;
-  const unsigned full = own_full + 8, known = full + 8 * kStages, empty = known + 8 * kStages;
-  float* const sums = reinterpret_cast<float*>(memory + (sums_at - k_at));
-  const int shared_heads = p.heads / p.kv_heads;
-  BoxPlace<Config>& shared_place =
-      *reinterpret_cast<BoxPlace<Config>*>(memory + (empty + 8 * kStages - k_at));
-  const BoxPlace<Config>& place = shared_place;
-  RowIntervals<Config>& intervals = *reinterpret_cast<RowIntervals<Config>*>(&shared_place + 1);
+  const unsigned own_empty = own_full + 8 * kOwned * kGroups;
+  const unsigned full = own_empty + 8 * kOwned * kGroups;
+  const unsigned known = full + 8 * kStages, empty = known + 8 * kStages;
+  float* const sums = reinterpret_cast<float*>(memory + (sums_at - own_at));
+  const Plans<Config> plans(memory, empty + 8 * kStages);
   // Known to be uniform, so that addresses of products are.
   const int warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / 128 - 1, 0);
   if (threadIdx.x == 0) {
-    shared_place.set(hp, p.kv_heads);
-    barrier_init(own_full, 1);
+    for (int i = 0; i < kOwned * kGroups; ++i) {
+      barrier_init(own_full + 8 * i, 1);
+      barrier_init(own_empty + 8 * i, 4);  // warps
+    }
     for (int i = 0; i < kStages; ++i) {
       barrier_init(full + 8 * i, 1);
       barrier_init(known + 8 * i, 1);
-      barrier_init(empty + 8 * i, 8);  // warps
+      barrier_init(empty + 8 * i, B::kWarps);
     }
+    plans.init(B::kWarps + 3);
     barrier_init_done();
     prefetch_map(hp.k_map);
     prefetch_map(hp.v_map);
     prefetch_map(hp.q_map);
     prefetch_map(hp.dy_map);
   }
-  __syncthreads();  // place is known, barriers can be used
-  if (!place.exists) {
-    return;
-  }
+  __syncthreads();  // barriers can be used
+
   if (warpgroup < 0) {
-    fewer_registers<24>();
+    fewer_registers<kDim == 64 ? 40 : 24>();
+    unsigned it = 0;  // box of the block
     if (threadIdx.x == 0) {
-      barrier_expect(own_full, 2 * B::kRowBytes);
-      load_positions<Config, B::kRows>(hp, hp.k_map, place, place.head, p.kv_heads,
-                                       hp.k_heads_first, place.own, k_at, own_full);
-      load_positions<Config, B::kRows>(hp, hp.v_map, place, place.head, p.kv_heads,
-                                       hp.v_heads_first, place.own, v_at, own_full);
-      BoxWalk<Config> walk(place);
-      int head = place.head * shared_heads;
-      const int total = place.count() * shared_heads;
-      for (int i = 0; i < total; ++i, head += walk.next()) {
-        const unsigned stage = i % kStages, at = stages + stage * kStageBytes;
-        barrier_wait(empty + 8 * stage, (i / kStages & 1) ^ 1);
-        barrier_expect(full + 8 * stage, kStageBytes);
-        load_positions<Config, kQueries>(hp, hp.q_map, place, head, p.heads, hp.q_heads_first,
-                                         walk.at, at, full + 8 * stage);
-        load_positions<Config, kQueries>(hp, hp.dy_map, place, head, p.heads, hp.dy_heads_first,
-                                         walk.at, at + B::kSeenBytes, full + 8 * stage);
-      }
+      plans.for_each([&](const BoxPlan<Config>& plan, unsigned) {
+        const BoxPlace<Config>& place = plan.place;
+        BoxWalk<Config> walk(place);
+        int head = place.head * place.shared_heads;
+        const int total = place.count * place.shared_heads;
+        for (int i = 0; i < total; ++i, ++it, head += walk.next()) {
+          const unsigned stage = it % kStages, at = stages + stage * kStageBytes;
+          barrier_wait(empty + 8 * stage, (it / kStages & 1) ^ 1);
+          barrier_expect(full + 8 * stage, kStageBytes);
+          load_positions<Config, kQueries>(hp, hp.q_map, place, head, p.heads, hp.q_heads_first,
+                                           walk.at, at, full + 8 * stage);
+          load_positions<Config, kQueries>(hp, hp.dy_map, place, head, p.heads, hp.dy_heads_first,
+                                           walk.at, at + B::kSeenBytes, full + 8 * stage);
+        }
+      });
     } else if (threadIdx.x / 32 == 1) {
+      plans.write(hp, p.kv_heads);
+    } else if (threadIdx.x == 64) {
+      plans.for_each([&](const BoxPlan<Config>& plan, unsigned tile) {
+        for (int group = 0; group < kGroups; ++group) {
+          const unsigned slot = tile % kOwned * kGroups + group, own = own_full + 8 * slot;
+          const unsigned to = own_at + slot * (2 * B::kPartBytes);
+          barrier_wait(own_empty + 8 * slot, (tile / kOwned & 1) ^ 1);
+          barrier_expect(own, 2 * B::kPartBytes);
+          load_part(hp, hp.k_map, plan.place, group, p.kv_heads, hp.k_heads_first, to, own);
+          load_part(hp, hp.v_map, plan.place, group, p.kv_heads, hp.v_heads_first,
+                    to + B::kPartBytes, own);
+        }
+      });
+    } else if (threadIdx.x / 32 == 3) {
       const int lane = threadIdx.x % 32;
-      BoxWalk<Config> walk(place);
-      Token query = {place.batch, {0, 0, 0}, place.head * shared_heads};
-      const int total = place.count() * shared_heads;
-      for (int i = 0; i < total; ++i, query.head += walk.next()) {
-        const unsigned stage = i % kStages;
-        float* const to = sums + stage * kQueries * 2;
-        barrier_wait(empty + 8 * stage, (i / kStages & 1) ^ 1);
-        for (int at = lane; at < kQueries; at += 32) {
-          const int within[3] = {at / (Config::kSeenH * Config::kSeenW),
-                                 at / Config::kSeenW % Config::kSeenH, at % Config::kSeenW};
-          bool has = true;
+      plans.for_each_by_warp([&](const BoxPlan<Config>& plan, unsigned) {
+        const BoxPlace<Config>& place = plan.place;
+        BoxWalk<Config> walk(place);
+        Token query = {place.batch, {0, 0, 0}, place.head * place.shared_heads};
+        const int total = place.count * place.shared_heads;
+        for (int i = 0; i < total; ++i, ++it, query.head += walk.next()) {
+          const unsigned stage = it % kStages;
+          float* const to = sums + stage * kQueries * 2;
+          barrier_wait(empty + 8 * stage, (it / kStages & 1) ^ 1);
+          for (int at = lane; at < kQueries; at += 32) {
+            const int within[3] = {at / (Config::kSeenH * Config::kSeenW),
+                                   at / Config::kSeenW % Config::kSeenH, at % Config::kSeenW};
+            bool has = true;
 #pragma unroll
-          for (int a = 0; a < 3; ++a) {
-            const int position = walk.at[a] + within[a];
-            has = has && position < place.n[a];
-            query.at[a] = place.group[a] + position * p.dilation[a];
+            for (int a = 0; a < 3; ++a) {
+              const int position = walk.at[a] + within[a];
+              has = has && position < place.n[a];
+              query.at[a] = place.group[a] + position * p.dilation[a];
+            }
+            // No query: its scores are masked.
+            const float2 x = has ? *sums_of(p, query, query.head) : float2{0, 0};
+            to[at] = x.x;
+            to[kQueries + at] = x.y;
           }
-          // No query: its scores are masked.
-          const float2 x = has ? *sums_of(p, query, query.head) : float2{0, 0};
-          to[at] = x.x;
-          to[kQueries + at] = x.y;
+          arrive_by_warp(known + 8 * stage);
         }
-        __syncwarp();
-        if (lane == 0) {
-          barrier_arrive(known + 8 * stage);
-        }
-      }
+      });
     }
     return;
   }
 
-  more_registers<240>();
+  more_registers<kDim == 64 ? 232 : 240>();
   const int lane = threadIdx.x % 32, quad = lane % 4;
-  int row0 = warpgroup * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;
-  intervals.set(p, place, row0);
-  if (threadIdx.x % 128 == 0) {
-    shared_place.set_rows(p, warpgroup * 64);
-  }
-  named_barrier(1 + warpgroup, 128);  // its bounds are known
+  const int first_row = warpgroup * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;
   const float scale = float(p.scale), scale2 = scale * kLog2e;
   float s[kQueries / 2], dp[kQueries / 2], dk[kDim / 2], dv[kDim / 2];
   unsigned operands[kQueries / 16][4];  // p, then ds
-  clear(dk);
-  clear(dv);
-  const auto release = [&](int i) {
-    __syncwarp();
-    if (lane == 0) {
-      barrier_arrive(empty + 8 * (i % kStages));
-    }
-  };
-  BoxWalk<Config> walk(place);
-  const int total = place.count() * shared_heads;
-  barrier_wait(own_full, 0);
-  for (int i = 0; i < total; ++i, walk.next()) {
-    const unsigned stage = i % kStages, parity = i / kStages & 1;
-    const unsigned q_at = stages + stage * kStageBytes, dy_at = q_at + B::kSeenBytes;
-    const float* of_stage = sums + stage * kQueries * 2 + 2 * quad;
-    barrier_wait(full + 8 * stage, parity);
-    if (walk.is_outside(warpgroup)) {
-      barrier_wait(known + 8 * stage, parity);
-      release(i);
-      continue;
-    }
-    warpgroup_arrive();
-    multiply_features<T, kDim>(s, k_at + warpgroup * 8192, B::kRows * 128, q_at);
-    warpgroup_commit();
-    multiply_features<T, kDim>(dp, v_at + warpgroup * 8192, B::kRows * 128, dy_at);
-    warpgroup_commit();
-    warpgroup_wait<1>();  // s
-    hold(s);
-    if (!walk.is_inside(warpgroup)) {
-      intervals.mask(s, walk, row0);
-    }
-    barrier_wait(known + 8 * stage, parity);
-#pragma unroll
-    for (int j = 0; j < kQueries / 8; ++j) {
-      const float2 lse = *reinterpret_cast<const float2*>(of_stage + j * 8);
-#pragma unroll
-      for (int r = j * 4; r < j * 4 + 4; ++r) {
-        s[r] = exp2f(fmaf(s[r], scale2, -(r % 2 ? lse.y : lse.x)));
-      }
-    }
-    pack_operands<T, kQueries>(operands, s);
-    warpgroup_arrive();
-    multiply_seen<T>(dv, operands, dy_at);
-    warpgroup_commit();
-    warpgroup_wait<1>();  // dp
-    hold(dp);
-#pragma unroll
-    for (int j = 0; j < kQueries / 8; ++j) {
-      const float2 delta = *reinterpret_cast<const float2*>(of_stage + kQueries + j * 8);
-#pragma unroll
-      for (int r = j * 4; r < j * 4 + 4; ++r) {
-        s[r] *= fmaf(dp[r], scale, -(r % 2 ? delta.y : delta.x));
-      }
-    }
-    hold(s);  // made while dv is
-    warpgroup_wait<0>();
-    pack_operands<T, kQueries>(operands, s);
-    warpgroup_arrive();
-    multiply_seen<T>(dk, operands, q_at);
-    warpgroup_commit();
-    warpgroup_wait<0>();  // the next scores beside it would need more registers
-    release(i);
-  }
-  hold(dk);
-  hold(dv);
+  unsigned it = 0;                      // box of the block
 
-  row0 = again(row0);
+  plans.for_each_by_warp([&](const BoxPlan<Config>& plan, unsigned tile) {
+    const BoxPlace<Config>& place = plan.place;
+    const int total = place.count * place.shared_heads;
+    int row0 = again(first_row);
+    const unsigned slot = tile % kOwned * kGroups + warpgroup;
+    const unsigned k_now = own_at + slot * (2 * B::kPartBytes), v_now = k_now + B::kPartBytes;
+    BoxWalk<Config> walk(place);
+    clear(dk);
+    clear(dv);
+    barrier_wait(own_full + 8 * slot, tile / kOwned & 1);
+    for (int i = 0; i < total; ++i, ++it, walk.next()) {
+      const unsigned stage = it % kStages, parity = it / kStages & 1;
+      const unsigned q_at = stages + stage * kStageBytes, dy_at = q_at + B::kSeenBytes;
+      const float* of_stage = sums + stage * kQueries * 2 + 2 * quad;
+      barrier_wait(full + 8 * stage, parity);
+      if (walk.is_outside(warpgroup)) {
+        barrier_wait(known + 8 * stage, parity);
+        arrive_by_warp(empty + 8 * stage);
+        continue;
+      }
+      warpgroup_arrive();
+      multiply_features<T, kDim>(s, k_now, 64 * 128, q_at);
+      warpgroup_commit();
+      multiply_features<T, kDim>(dp, v_now, 64 * 128, dy_at);
+      warpgroup_commit();
+      warpgroup_wait<1>();  // s
+      hold(s);
+      if (!walk.is_inside(warpgroup)) {
+        plan.rows.mask(s, walk, row0);
+      }
+      barrier_wait(known + 8 * stage, parity);
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    Token mine;
-    const bool has = place.token(p, row0 + 8 * i, mine);
-    bool finite = store_row(row_of<T>(p.dk, mine, mine.head), has, i, dk);
-    finite = store_row(row_of<T>(p.dv, mine, mine.head), has, i, dv) && finite;
-    for_each_row(has && !finite, mine,
-                 [&](const Token& key) { differentiate_key<T, kDim>(p, key); });
-  }
+      for (int j = 0; j < kQueries / 8; ++j) {
+        const float2 lse = *reinterpret_cast<const float2*>(of_stage + j * 8);
+#pragma unroll
+        for (int r = j * 4; r < j * 4 + 4; ++r) {
+          s[r] = exp2f(fmaf(s[r], scale2, -(r % 2 ? lse.y : lse.x)));
+        }
+      }
+      pack_operands<T, kQueries>(operands, s);
+      warpgroup_arrive();
+      multiply_seen<T>(dv, operands, dy_at);
+      warpgroup_commit();
+      warpgroup_wait<1>();  // dp
+      hold(dp);
+#pragma unroll
+      for (int j = 0; j < kQueries / 8; ++j) {
+        const float2 delta = *reinterpret_cast<const float2*>(of_stage + kQueries + j * 8);
+#pragma unroll
+        for (int r = j * 4; r < j * 4 + 4; ++r) {
+          s[r] *= fmaf(dp[r], scale, -(r % 2 ? delta.y : delta.x));
+        }
+      }
+      hold(s);  // made while dv is
+      warpgroup_wait<0>();
+      pack_operands<T, kQueries>(operands, s);
+      warpgroup_arrive();
+      multiply_seen<T>(dk, operands, q_at);
+      warpgroup_commit();
+      warpgroup_wait<0>();  // the next scores beside it would need more registers
+      arrive_by_warp(empty + 8 * stage);
+    }
+    hold(dk);
+    hold(dv);
+    arrive_by_warp(own_empty + 8 * slot);
+
+    row0 = again(row0);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      Token mine;
+      const bool has = place.token(p, row0 + 8 * i, mine);
+      bool finite = store_row(row_of<T>(p.dk, mine, mine.head), has, i, dk);
+      finite = store_row(row_of<T>(p.dv, mine, mine.head), has, i, dv) && finite;
+      for_each_row(has && !finite, mine,
+                   [&](const Token& key) { differentiate_key<T, kDim>(p, key); });
+    }
+  });
 }

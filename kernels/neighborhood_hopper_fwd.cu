@@ -39,7 +39,6 @@ __device__ void neighborhood_hopper_fwd(const NeighborhoodHopperParams& hp) {
   constexpr int kStages = Config::kStages, kDim = Config::kDim, kKeys = B::kSeen;
   constexpr int kGroups = Config::kGroups, kOwned = Config::kOwned;
   static_assert(!Config::kInverse && kStages > 1, "queries own");
-  static_assert(sizeof(BoxPlace<Config>) == 80 + 48 * kGroups, "as _memory has it");
   const NeighborhoodParams& p = hp.na;
   extern __shared__ unsigned char memory[];
   const unsigned q_at = static_cast<unsigned>(__cvta_generic_to_shared(memory));
@@ -51,10 +50,7 @@ __device__ void neighborhood_hopper_fwd(const NeighborhoodHopperParams& hp) {
   const unsigned q_full = v_at + kStages * B::kSeenBytes, q_empty = q_full + 8 * kOwned * kGroups;
   const unsigned k_full = q_empty + 8 * kOwned * kGroups, v_full = k_full + 8 * kStages;
   const unsigned k_empty = v_full + 8 * kStages, v_empty = k_empty + 8 * kStages;
-  const unsigned planned = v_empty + 8 * kStages;
-  const Plans<Config> plans = {
-      reinterpret_cast<BoxPlan<Config>*>(memory + (planned + Plans<Config>::kBarrierBytes - q_at)),
-      planned};
+  const Plans<Config> plans(memory, v_empty + 8 * kStages);
   // Known to be uniform, so that addresses of products are.
   const int warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / 128 - 1, 0);
   if (threadIdx.x == 0) {
@@ -80,12 +76,9 @@ __device__ void neighborhood_hopper_fwd(const NeighborhoodHopperParams& hp) {
     fewer_registers<kGroups == 2 ? 40 : 32>();
     if (threadIdx.x == 0) {
       unsigned it = 0;  // box of the block
-      for (unsigned tile = 0;; ++tile) {
-        const BoxPlace<Config>& place = plans.read(tile).place;
-        if (place.count < 0) {
-          break;
-        }
-        const int kv_head = place.head / (p.heads / p.kv_heads);
+      plans.for_each([&](const BoxPlan<Config>& plan, unsigned) {
+        const BoxPlace<Config>& place = plan.place;
+        const int kv_head = place.head / place.shared_heads;
         BoxWalk<Config> walk(place);
         for (int i = 0; i < place.count; ++i, ++it, walk.next()) {
           const unsigned stage = it % kStages, parity = (it / kStages & 1) ^ 1;
@@ -98,25 +91,19 @@ __device__ void neighborhood_hopper_fwd(const NeighborhoodHopperParams& hp) {
           load_positions<Config, kKeys>(hp, hp.v_map, place, kv_head, p.kv_heads, hp.v_heads_first,
                                         walk.at, v_at + stage * B::kSeenBytes, v_full + 8 * stage);
         }
-        plans.give_back(tile);
-      }
+      });
     } else if (threadIdx.x / 32 == 1) {
       plans.write(hp, p.heads);
     } else if (threadIdx.x == 64) {
-      for (unsigned tile = 0;; ++tile) {
-        const BoxPlace<Config>& place = plans.read(tile).place;
-        if (place.count < 0) {
-          break;
-        }
+      plans.for_each([&](const BoxPlan<Config>& plan, unsigned tile) {
         for (int group = 0; group < kGroups; ++group) {
           const unsigned slot = tile % kOwned * kGroups + group;
           barrier_wait(q_empty + 8 * slot, (tile / kOwned & 1) ^ 1);
           barrier_expect(q_full + 8 * slot, B::kPartBytes);
-          load_part(hp, hp.q_map, place, group, p.heads, hp.q_heads_first,
+          load_part(hp, hp.q_map, plan.place, group, p.heads, hp.q_heads_first,
                     q_at + slot * B::kPartBytes, q_full + 8 * slot);
         }
-        plans.give_back(tile);
-      }
+      });
     }
     return;
   }
@@ -127,13 +114,6 @@ __device__ void neighborhood_hopper_fwd(const NeighborhoodHopperParams& hp) {
   const float scale = float(p.scale * 1.4426950408889634);  // scores in base 2
   float s[kKeys / 2], o[kDim / 2], factor[2], largest[2], sum[2];
   unsigned weights[kKeys / 16][4];
-  // By all warps, each with its own arrival: a stage that is filled anew has been seen by all.
-  const auto release = [&](unsigned barrier) {
-    __syncwarp();
-    if (lane == 0) {
-      barrier_arrive(barrier);
-    }
-  };
   // Warpgroups take turns to ask for products, so that the softmax of one runs under the products of
   // the others: one turn each for every box, also for those that they pass over.
   const auto my_turn = [&]() { named_barrier(1 + warpgroup, 256); };
@@ -143,7 +123,7 @@ __device__ void neighborhood_hopper_fwd(const NeighborhoodHopperParams& hp) {
   }
   unsigned it = 0, q_now = 0;  // box of the block; where q is
   const auto start_scores = [&]() {
-    const unsigned stage = it % kStages;
+    const unsigned stage = __shfl_sync(0xffffffffu, it % kStages, 0);
     barrier_wait(k_full + 8 * stage, it / kStages & 1);
     const unsigned long long q = tile_descriptor(q_now, 16);
     const unsigned long long k = tile_descriptor(k_at + stage * B::kSeenBytes, 16);
@@ -156,7 +136,7 @@ __device__ void neighborhood_hopper_fwd(const NeighborhoodHopperParams& hp) {
     warpgroup_commit();
   };
   const auto add_values = [&](unsigned box) {
-    const unsigned stage = box % kStages;
+    const unsigned stage = __shfl_sync(0xffffffffu, box % kStages, 0);
     barrier_wait(v_full + 8 * stage, box / kStages & 1);
     const unsigned long long v = tile_descriptor(v_at + stage * B::kSeenBytes, kKeys * 128);
     warpgroup_arrive();
@@ -212,15 +192,11 @@ __device__ void neighborhood_hopper_fwd(const NeighborhoodHopperParams& hp) {
     }
   };
 
-  for (unsigned tile = 0;; ++tile) {
-    const BoxPlan<Config>& plan = plans.read(tile);
+  plans.for_each_by_warp([&](const BoxPlan<Config>& plan, unsigned tile) {
     const BoxPlace<Config>& place = plan.place;
     const int boxes = place.count;
-    if (boxes < 0) {
-      break;
-    }
     const unsigned slot = tile % kOwned * kGroups + warpgroup;
-    q_now = q_at + slot * B::kPartBytes;
+    q_now = __shfl_sync(0xffffffffu, q_at + slot * B::kPartBytes, 0);
     barrier_wait(q_full + 8 * slot, tile / kOwned & 1);
     BoxWalk<Config> walk(place);
 #pragma unroll
@@ -237,9 +213,9 @@ __device__ void neighborhood_hopper_fwd(const NeighborhoodHopperParams& hp) {
       if (walk.is_outside(warpgroup)) {
         end_turn();
         barrier_wait(k_full + 8 * (it % kStages), it / kStages & 1);
-        release(k_empty + 8 * (it % kStages));
+        arrive_by_warp(k_empty + 8 * (it % kStages));
         barrier_wait(v_full + 8 * (it % kStages), it / kStages & 1);
-        release(v_empty + 8 * (it % kStages));
+        arrive_by_warp(v_empty + 8 * (it % kStages));
         walk.next();
         ++i;
         ++it;
@@ -248,7 +224,7 @@ __device__ void neighborhood_hopper_fwd(const NeighborhoodHopperParams& hp) {
       start_scores();
       end_turn();
       warpgroup_wait<0>();
-      release(k_empty + 8 * (it % kStages));
+      arrive_by_warp(k_empty + 8 * (it % kStages));
       softmax(walk, plan.rows);
       rescale_and_pack();
       ++it;
@@ -258,18 +234,18 @@ __device__ void neighborhood_hopper_fwd(const NeighborhoodHopperParams& hp) {
         add_values(it - 1);
         end_turn();
         warpgroup_wait<1>();  // the scores are there
-        release(k_empty + 8 * (it % kStages));
+        arrive_by_warp(k_empty + 8 * (it % kStages));
         softmax(walk, plan.rows);
         warpgroup_wait<0>();
-        release(v_empty + 8 * ((it - 1) % kStages));
+        arrive_by_warp(v_empty + 8 * ((it - 1) % kStages));
         rescale_and_pack();
       }
       add_values(it - 1);
       warpgroup_wait<0>();
-      release(v_empty + 8 * ((it - 1) % kStages));
+      arrive_by_warp(v_empty + 8 * ((it - 1) % kStages));
     }
     hold(o);
-    release(q_empty + 8 * slot);
+    arrive_by_warp(q_empty + 8 * slot);
 
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -293,9 +269,5 @@ __device__ void neighborhood_hopper_fwd(const NeighborhoodHopperParams& hp) {
         attend_plainly<T, kDim>(p, query);
       });
     }
-    __syncwarp();
-    if (lane == 0) {
-      plans.give_back(tile);
-    }
-  }
+  });
 }

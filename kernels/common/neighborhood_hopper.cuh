@@ -17,6 +17,13 @@
 #include "common/tma.cuh"
 #include "common/window.cuh"
 
+// x, which the compiler takes for another number: what depends on it is not kept in registers.
+template <class I>
+__device__ inline I again(I x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 template <class Config>
 struct Boxes {
   static constexpr int kGroups = Config::kGroups;
@@ -42,6 +49,7 @@ template <class Config>
 struct BoxPlace {
   int64 batch;
   int head;             // of those that own
+  int shared_heads;     // query heads of a kv head
   int group[3], n[3];   // of the dilation group; its positions
   int own[3];           // first position
   int first[3];         // of the first box
@@ -51,49 +59,55 @@ struct BoxPlace {
   // of those that every row is.
   Interval some[Config::kGroups][3], every[Config::kGroups][3];
 
-  // Whether the dilation group is long enough for there to be such a tile.
+  // By all lanes of a warp, one for each axis. Whether there is such a tile in its dilation group, which
+  // may be shorter than others.
   __device__ bool set(const NeighborhoodHopperParams& hp, int heads, int tile) {
     const NeighborhoodParams& p = hp.na;
-    const int own_box[3] = {Config::kOwnT, Config::kOwnH, Config::kOwnW};
-    const int seen_box[3] = {Config::kSeenT, Config::kSeenH, Config::kSeenW};
-    bool exists = true;
-#pragma unroll
-    for (int a = 2; a >= 0; --a) {
-      own[a] = tile % hp.tiles[a] * own_box[a];
-      tile /= hp.tiles[a];
+    const int lane = again(int(threadIdx.x % 32)), a = min(lane, 2);
+    const int own_box = a == 2 ? Config::kOwnW : a == 1 ? Config::kOwnH : Config::kOwnT;
+    const int seen_box = a == 2 ? Config::kSeenW : a == 1 ? Config::kSeenH : Config::kSeenT;
+    // Numbers of what lies inside one step along the axis.
+    const int plane = hp.tiles[1] * hp.tiles[2], groups = p.dilation[1] * p.dilation[2];
+    const int tiles_inside = a == 2 ? 1 : a == 1 ? hp.tiles[2] : plane;
+    const int groups_inside = a == 2 ? 1 : a == 1 ? p.dilation[2] : groups;
+    const int rest = tile / (plane * hp.tiles[0]), item = rest / (groups * p.dilation[0]);
+    const int at = tile / tiles_inside % hp.tiles[a] * own_box;
+    const int of_group = rest / groups_inside % p.dilation[a];
+    const int length = (p.space[a] - of_group - 1) / p.dilation[a] + 1;
+    if (!__all_sync(0xffffffffu, at < length)) {
+      return false;
     }
-#pragma unroll
-    for (int a = 2; a >= 0; --a) {
-      group[a] = tile % p.dilation[a];
-      tile /= p.dilation[a];
-      n[a] = (p.space[a] - group[a] - 1) / p.dilation[a] + 1;
-      exists = exists && own[a] < n[a];
-    }
-    head = tile % heads;
-    batch = tile / heads;
-    count = 1;
-#pragma unroll
-    for (int a = 0; a < 3 && exists; ++a) {
-      const Interval of_first = Boxes<Config>::seen(p, a, own[a], n[a]);
-      const int last = min(own[a] + own_box[a], n[a]) - 1;
-      const Interval of_last = Boxes<Config>::seen(p, a, last, n[a]);
+    const Interval of_first = Boxes<Config>::seen(p, a, at, length);
+    const Interval of_last = Boxes<Config>::seen(p, a, min(at + own_box, length) - 1, length);
+    const int walked = (max(of_last.end - of_first.start, 0) + seen_box - 1) / seen_box;
+    const int all = __shfl_sync(0xffffffffu, walked, 0) * __shfl_sync(0xffffffffu, walked, 1) *
+                    __shfl_sync(0xffffffffu, walked, 2);
+    if (lane < 3) {
+      own[a] = at;
+      group[a] = of_group;
+      n[a] = length;
       first[a] = of_first.start;
-      boxes[a] = (max(of_last.end - of_first.start, 0) + seen_box[a] - 1) / seen_box[a];
-      count *= boxes[a];
+      boxes[a] = walked;
+    } else if (lane == 3) {
+      head = item % heads;
+      shared_heads = p.heads / p.kv_heads;
+      batch = item / heads;
+      count = all;
     }
-    return exists;
+    __syncwarp();
+    return true;
   }
 
-  // For the warpgroup whose first row this is.
-  __device__ void set_rows(const NeighborhoodParams& p, int row) {
-#pragma unroll
-    for (int a = 0; a < 3; ++a) {
+  // By all lanes of a warp, one for each axis and warpgroup.
+  __device__ void set_parts(const NeighborhoodParams& p) {
+    const int lane = again(int(threadIdx.x % 32)), group = lane / 3, a = lane % 3, row = group * 64;
+    if (group < Config::kGroups) {
       // The last row of a box is last on every axis.
       const int from = min(position(a, row), n[a] - 1), to = min(position(a, row + 63), n[a] - 1);
       const Interval of_first = Boxes<Config>::seen(p, a, from, n[a]);
       const Interval of_last = Boxes<Config>::seen(p, a, to, n[a]);
-      some[row / 64][a] = {of_first.start, of_last.end};
-      every[row / 64][a] = {of_last.start, of_first.end};
+      some[group][a] = {of_first.start, of_last.end};
+      every[group][a] = {of_last.start, of_first.end};
     }
   }
 
@@ -167,6 +181,15 @@ struct BoxWalk {
   }
 };
 
+// An arrival for all lanes of a warp. Where every warp arrives by itself, a stage that is filled anew
+// has been seen by all of them: one that came later would wait for ever.
+__device__ inline void arrive_by_warp(unsigned barrier) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) {
+    barrier_arrive(barrier);
+  }
+}
+
 // What the rows of a tile are related to, in shared memory: only boxes with masks need it. A thread
 // has row0 and row0 + 8.
 template <class Config>
@@ -174,13 +197,15 @@ struct RowIntervals {
   int start[Config::kAxes][Boxes<Config>::kRows];
   unsigned length[Config::kAxes][Boxes<Config>::kRows];
 
-  __device__ void set(const NeighborhoodParams& p, const BoxPlace<Config>& place, int row) {
-#pragma unroll
-    for (int a = Boxes<Config>::kFirstAxis; a < 3; ++a) {
+  // By all lanes of a warp.
+  __device__ void set(const NeighborhoodParams& p, const BoxPlace<Config>& place) {
+    constexpr int kRows = Boxes<Config>::kRows;
+    for (int i = again(int(threadIdx.x % 32)); i < Config::kAxes * kRows; i += 32) {
+      const int line = i / kRows, row = i % kRows, a = Boxes<Config>::kFirstAxis + line;
       const int position = min(place.position(a, row), place.n[a] - 1);
       const Interval in = Boxes<Config>::seen(p, a, position, place.n[a]);
-      start[a - Boxes<Config>::kFirstAxis][row] = in.start;
-      length[a - Boxes<Config>::kFirstAxis][row] = in.end - in.start;
+      start[line][row] = in.start;
+      length[line][row] = in.end - in.start;
     }
   }
 
@@ -232,7 +257,14 @@ struct Plans {
   BoxPlan<Config>* plans;
   unsigned barriers;
 
-  static constexpr unsigned kBarrierBytes = 4 * 8;
+  // `memory`: the block's, in which they take what is left.
+  __device__ Plans(unsigned char* memory, unsigned at)
+      : plans(reinterpret_cast<BoxPlan<Config>*>(
+            memory + (at + 4 * 8 - static_cast<unsigned>(__cvta_generic_to_shared(memory))))),
+        barriers(at) {
+    static_assert(sizeof(BoxPlace<Config>) == 80 + 48 * Config::kGroups,
+                  "_memory in configs/neighborhood_hopper.py");
+  }
 
   // `readers`: how often a plan is given back.
   __device__ void init(int readers) const {
@@ -246,45 +278,55 @@ struct Plans {
   // neighbouring tiles at any time, whose boxes are in L2. From round to round a block moves on
   // among them, or it might meet tiles at borders, which are smaller, in every round or in none.
   __device__ void write(const NeighborhoodHopperParams& hp, int heads) const {
-    const int lane = threadIdx.x % 32;
-    const unsigned blocks = gridDim.x, turn = blocks * 5 / 8 | 1, tiles = hp.all_tiles;
-    unsigned made = 0, within = blockIdx.x;
-    for (unsigned round = 0; round < tiles; round += blocks) {
+    unsigned made = 0;
+    for (unsigned round = 0; round * gridDim.x < unsigned(hp.all_tiles); ++round) {
       BoxPlan<Config>& plan = plans[made % 2];
       barrier_wait(barriers + 16 + 8 * (made % 2), (made / 2 & 1) ^ 1);
-      bool exists = false;
-      if (lane == 0) {
-        exists = round + within < tiles && plan.place.set(hp, heads, int(round + within));
-      }
-      __syncwarp();
-      if (__shfl_sync(0xffffffffu, exists, 0)) {
-        if (lane < Config::kGroups) {
-          plan.place.set_rows(hp.na, lane * 64);
-        }
-        for (int row = lane; row < Boxes<Config>::kRows; row += 32) {
-          plan.rows.set(hp.na, plan.place, row);
-        }
-        __syncwarp();
-        if (lane == 0) {
-          barrier_arrive(barriers + 8 * (made % 2));
-        }
+      const unsigned turn = gridDim.x * 5 / 8 | 1;
+      const unsigned tile = round * gridDim.x + (blockIdx.x + round * turn) % gridDim.x;
+      if (tile < unsigned(hp.all_tiles) && plan.place.set(hp, heads, int(tile))) {
+        plan.place.set_parts(hp.na);
+        plan.rows.set(hp.na, plan.place);
+        arrive_by_warp(barriers + 8 * (again(made) % 2));
         ++made;
       }
-      within = (within + turn) % blocks;
     }
     barrier_wait(barriers + 16 + 8 * (made % 2), (made / 2 & 1) ^ 1);
-    if (lane == 0) {
+    if (threadIdx.x % 32 == 0) {
       plans[made % 2].place.count = -1;
-      barrier_arrive(barriers + 8 * (made % 2));
+    }
+    arrive_by_warp(barriers + 8 * (made % 2));
+  }
+
+  // Call visit(plan, number) for each tile, by one thread or by all lanes of a warp; then the plan is
+  // given back.
+  template <class Visit>
+  __device__ void for_each(Visit visit) const {
+    for (unsigned number = 0;; ++number) {
+      const BoxPlan<Config>& plan = read(number);
+      if (plan.place.count < 0) {
+        return;
+      }
+      visit(plan, number);
+      barrier_arrive(barriers + 16 + 8 * (again(number) % 2));
+    }
+  }
+  template <class Visit>
+  __device__ void for_each_by_warp(Visit visit) const {
+    for (unsigned number = 0;; ++number) {
+      const BoxPlan<Config>& plan = read(number);
+      if (plan.place.count < 0) {
+        return;
+      }
+      visit(plan, number);
+      arrive_by_warp(barriers + 16 + 8 * (again(number) % 2));
     }
   }
 
+ private:
   __device__ const BoxPlan<Config>& read(unsigned number) const {
     barrier_wait(barriers + 8 * (number % 2), number / 2 & 1);
     return plans[number % 2];
-  }
-  __device__ void give_back(unsigned number) const {
-    barrier_arrive(barriers + 16 + 8 * (number % 2));
   }
 };
 

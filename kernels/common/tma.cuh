@@ -55,6 +55,10 @@ __device__ inline void prefetch_map(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
+__device__ inline void prefetch_to_l2(const void* at) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
+}
+
 // Writes of this thread to shared memory are seen by the copies that are asked for after a barrier.
 __device__ inline void publish_to_copies() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
