@@ -39,12 +39,12 @@ def _part(own: Box, groups: int) -> Box:
 
 @functools.lru_cache(maxsize=4096)
 def _boxes(axes: tuple[Axis, ...], sizes: tuple[int, ...], inverse: bool, groups: int,
-           overhead: int) -> tuple[Box, Box] | None:
+           overhead: int, saved: float) -> tuple[Box, Box] | None:
     """Return the box of a tile and that which it walks, of least work by count, if any fit.
 
     `sizes` are those of the second; `inverse`: keys own and queries are walked; `groups`: so many
-    parts of a tile pass over boxes that they do not see; `overhead`: the cost of a walked box, in
-    positions.
+    parts of a tile pass over boxes that they do not see, which saves so much of their share of the
+    time; `overhead`: the cost of a walked box, in positions.
     """
     @functools.cache
     def work(a: int, own: int, seen: int, parts: int) -> int:
@@ -66,10 +66,9 @@ def _boxes(axes: tuple[Axis, ...], sizes: tuple[int, ...], inverse: bool, groups
         return all(n * d <= 256 for box in (_part(own, groups), seen) for n, d in zip(box, steps))
 
     def cost(own: Box, seen: Box) -> float:
-        """Count pairs; what one part passes over saves half, since the others go on alone."""
-        pairs = sum(math.prod(work(a, own[a], seen[a], parts if a == _cut(own) else 1)
-                              for a in range(3 - len(axes), 3)) for parts in (1, groups))
-        return pairs * (1 + overhead / math.prod(seen))
+        all_pairs, visited = (math.prod(work(a, own[a], seen[a], parts if a == _cut(own) else 1)
+                                        for a in range(3 - len(axes), 3)) for parts in (1, groups))
+        return (all_pairs + saved * (visited - all_pairs)) * (1 + overhead / math.prod(seen))
 
     owns = [own for own in _factors(64 * groups, len(axes), 1) if own[_cut(own)] % groups == 0]
     pairs = [(own, seen) for n in sizes for seen in _factors(n, len(axes), 8)
@@ -90,6 +89,7 @@ class Hopper(Row):
     LEAST: ClassVar[int] = 576  # keys of a window, below which other rows are faster
     GROUPS: ClassVar[int] = 2  # warpgroups that compute, 64 rows each
     OVERHEAD: ClassVar[int] = 24  # of a walked box, in positions: barriers, exchange between lanes
+    SAVED: ClassVar[float] = 0.5  # by passing over: the other warpgroups go on alone
     STAGES: ClassVar[int] = 2  # walked boxes in flight before a second tile's own rows are
 
     @property
@@ -133,7 +133,7 @@ class Hopper(Row):
         lengths = [cdiv(n, d) for n, d in zip(problem.space, problem.dilation)]
         axes = tuple(zip(lengths, problem.kernel_size, step, problem.stride, problem.is_causal,
                          (problem.boundary,) * len(lengths)))
-        return _boxes(axes, sizes, inverse, self.GROUPS, self.OVERHEAD)
+        return _boxes(axes, sizes, inverse, self.GROUPS, self.OVERHEAD, self.SAVED)
 
     def _tiles(self, problem: Problem, own: Box) -> Box:
         """Return the tiles along each axis of the longest dilation group."""
@@ -255,6 +255,7 @@ class HopperBackward(Hopper):
     ARRAYS: ClassVar[tuple[str, ...]] = ("q", "k", "v", "dy")
     PARTS: ClassVar[tuple[str, ...]] = ("dq", "dkdv")
     OVERHEAD: ClassVar[int] = 8
+    SAVED: ClassVar[float] = 1.0
     STAGES: ClassVar[int] = 3
 
     @property

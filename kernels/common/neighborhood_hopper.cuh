@@ -225,6 +225,10 @@ struct RowIntervals {
         count[a] = length[a - kFirstAxis][row0 + 8 * i];
         asm volatile("" : "+r"(from[a]));  // or predicates of all columns are kept for both rows
       }
+      if (Config::kAxes == 1) {
+        mask_line(s, i, -from[2], int(count[2]) - from[2]);
+        continue;
+      }
 #pragma unroll
       for (int j = 0; j < Boxes<Config>::kSeen / 8; ++j) {
         const int t = j * 8 / kPlane, h = j * 8 / Config::kSeenW % Config::kSeenH,
@@ -242,6 +246,29 @@ struct RowIntervals {
         high = line && unsigned(from[2] + w + 1) < count[2] ? high : negative_infinity<float>();
       }
     }
+  }
+
+ private:
+  // On a single line no two columns share a comparison: those that count are bits, of 128 columns at
+  // a time, of which a thread has 32.
+  __device__ static void mask_line(float (&s)[Boxes<Config>::kSeen / 2], int i, int from, int to) {
+    constexpr int kSeen = Boxes<Config>::kSeen;
+    unsigned counts[(kSeen + 127) / 128];
+#pragma unroll
+    for (int at = 0; at < kSeen; at += 128) {
+      counts[at / 128] = again(columns_before(to - at) & ~columns_before(from - at));
+    }
+#pragma unroll
+    for (int k = 0; k < kSeen / 4; ++k) {
+      float& x = s[k / 2 * 4 + 2 * i + k % 2];
+      x = counts[k / 32] & 1u << k % 32 ? x : negative_infinity<float>();
+    }
+  }
+  // Bits for the thread's columns before column x: two of each 8.
+  __device__ static unsigned columns_before(int x) {
+    const int quad = threadIdx.x % 4;
+    const int count = (x >> 3) * 2 + min(max((x & 7) - 2 * quad, 0), 2);
+    return count <= 0 ? 0 : count < 32 ? (1u << count) - 1 : 0xffffffffu;
   }
 };
 
