@@ -722,6 +722,38 @@ def test_hopper_gradients_keep_out_what_is_not_seen(hopper, problem, bad):
                                        atol=2.0 ** -6 * np.abs(theirs[finite]).max(), err_msg=name)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [
+    {"kernel_size": 37}, {"kernel_size": (3, 9, 5), "is_causal": (True, False, False)},
+    {"kernel_size": (5, 11), "dilation": (2, 1)}], ids=["line", "cube", "grid"])
+def test_hopper_bits_do_not_depend_on_how_many_blocks_there_are(hopper, monkeypatch, options):
+    """Blocks that go through all tiles, a third of them, or one each."""
+    space = {1: (900,), 2: (27, 30), 3: (6, 11, 13)}[np.size(options["kernel_size"])]
+    q, dy = (mk(i, (2, *space, 4, 64), "bf16") for i in (0, 3))
+    k, v = (mk(i, (2, *space, 2, 64), "bf16") for i in (1, 2))
+    real, results = _device.device(0), []
+    for blocks in (1, 3, 10**6):
+        some = dataclasses.replace(real, multiprocessors=blocks)
+        monkeypatch.setattr(_device, "device", lambda index, some=some: some)
+        monkeypatch.setattr(_launch, "_memo", {})
+        results.append((*na(hopper, q, k, v, **options), *na_bwd(hopper, q, k, v, dy, **options)))
+    for other in results[1:]:
+        for a, b in zip(results[0], other):
+            identical(a, b)
+
+
+@pytest.mark.parametrize("groups", [2, 3])
+def test_hopper_rows_of_a_warpgroup_are_a_box(groups):
+    for axes in (1, 2, 3):
+        for own in neighborhood_hopper._factors(64 * groups, axes, 1):
+            if own[neighborhood_hopper._cut(own)] % groups:
+                continue
+            part = neighborhood_hopper._part(own, groups)
+            for group in range(groups):
+                rows = np.unravel_index(np.arange(group * 64, group * 64 + 64), own)
+                assert tuple(np.ptp(at) + 1 for at in rows) == part, (own, group)
+
+
 # --- a short run for the sanitizer -----------------------------------------------------------
 
 SMOKE = Neighborhood("smoke", "ragged on two axes, shared heads", (5, 7), (3, 4), stride=(1, 2),
