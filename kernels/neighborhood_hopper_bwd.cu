@@ -28,8 +28,8 @@
 // Pipeline  dq: s(i) = q k(i)^T, dp(i) = dy v(i)^T and dq += ds(i - 1) k(i - 1) are issued
 //           together; ds(i) is made while the last runs
 //           dk, dv: s = k q^T and dp = v dy^T are issued together; p is made while dp runs, ds
-//           while dv += p dy does, and then dk += ds q: the other warpgroup's products fill the
-//           gaps
+//           while dv += p dy does, and then dk += ds q, with the next s and dp behind it where
+//           registers allow: the other warpgroup's products fill the gaps
 //           first warpgroup: a warp for boxes, one for the next tile's plan, one for its own rows,
 //           one that brings lse and delta (dk, dv), or to L2 what they are made of (dq)
 // Masks     only in boxes that do not lie inside the interval of each of a warpgroup's rows; a
@@ -407,6 +407,8 @@ __device__ void neighborhood_hopper_dkdv(const NeighborhoodHopperParams& hp) {
   constexpr int kStages = Config::kStages, kDim = Config::kDim, kQueries = B::kSeen;
   constexpr int kGroups = Config::kGroups, kOwned = Config::kOwned;
   constexpr int kStageBytes = 2 * B::kSeenBytes;
+  // Whether registers (s, dp, operands; dk, dv) let the next scores be asked for before dk is there.
+  constexpr bool kAhead = kQueries * 5 / 4 + kDim <= 164;
   static_assert(Config::kInverse, "keys own");
   const NeighborhoodParams& p = hp.na;
   extern __shared__ unsigned char memory[];
@@ -525,30 +527,25 @@ __device__ void neighborhood_hopper_dkdv(const NeighborhoodHopperParams& hp) {
     const unsigned slot = tile % kOwned * kGroups + warpgroup;
     const unsigned k_now = own_at + slot * (2 * B::kPartBytes), v_now = k_now + B::kPartBytes;
     BoxWalk<Config> walk(place);
-    clear(dk);
-    clear(dv);
-    barrier_wait(own_full + 8 * slot, tile / kOwned & 1);
-    for (int i = 0; i < total; ++i, ++it, walk.next()) {
-      const unsigned stage = it % kStages, parity = it / kStages & 1;
-      const unsigned q_at = stages + stage * kStageBytes, dy_at = q_at + B::kSeenBytes;
-      const float* of_stage = sums + stage * kQueries * 2 + 2 * quad;
-      barrier_wait(full + 8 * stage, parity);
-      if (walk.is_outside(warpgroup)) {
-        barrier_wait(known + 8 * stage, parity);
-        arrive_by_warp(empty + 8 * stage);
-        continue;
-      }
+    const auto start_scores = [&]() {
+      const unsigned stage = it % kStages, q_at = stages + stage * kStageBytes;
+      barrier_wait(full + 8 * stage, it / kStages & 1);
       warpgroup_arrive();
       multiply_features<T, kDim>(s, k_now, 64 * 128, q_at);
       warpgroup_commit();
-      multiply_features<T, kDim>(dp, v_now, 64 * 128, dy_at);
+      multiply_features<T, kDim>(dp, v_now, 64 * 128, q_at + B::kSeenBytes);
       warpgroup_commit();
-      warpgroup_wait<1>();  // s
+    };
+    // From scores to dk, which is left to be waited for.
+    const auto differentiate = [&]() {
+      const unsigned stage = it % kStages, q_at = stages + stage * kStageBytes;
+      const float* of_stage = sums + stage * kQueries * 2 + 2 * quad;
       hold(s);
       if (!walk.is_inside(warpgroup)) {
         plan.rows.mask(s, walk, row0);
       }
-      barrier_wait(known + 8 * stage, parity);
+      walk.next();
+      barrier_wait(known + 8 * stage, it / kStages & 1);
 #pragma unroll
       for (int j = 0; j < kQueries / 8; ++j) {
         const float2 lse = *reinterpret_cast<const float2*>(of_stage + j * 8);
@@ -559,7 +556,7 @@ __device__ void neighborhood_hopper_dkdv(const NeighborhoodHopperParams& hp) {
       }
       pack_operands<T, kQueries>(operands, s);
       warpgroup_arrive();
-      multiply_seen<T>(dv, operands, dy_at);
+      multiply_seen<T>(dv, operands, q_at + B::kSeenBytes);
       warpgroup_commit();
       warpgroup_wait<1>();  // dp
       hold(dp);
@@ -577,8 +574,40 @@ __device__ void neighborhood_hopper_dkdv(const NeighborhoodHopperParams& hp) {
       warpgroup_arrive();
       multiply_seen<T>(dk, operands, q_at);
       warpgroup_commit();
-      warpgroup_wait<0>();  // the next scores beside it would need more registers
-      arrive_by_warp(empty + 8 * stage);
+    };
+
+    clear(dk);
+    clear(dv);
+    barrier_wait(own_full + 8 * slot, tile / kOwned & 1);
+    for (int i = 0; i < total;) {
+      if (walk.is_outside(warpgroup)) {
+        const unsigned stage = it % kStages, parity = it / kStages & 1;
+        barrier_wait(full + 8 * stage, parity);
+        barrier_wait(known + 8 * stage, parity);
+        arrive_by_warp(empty + 8 * stage);
+        walk.next();
+        ++i;
+        ++it;
+        continue;
+      }
+      start_scores();
+      warpgroup_wait<1>();  // s
+      differentiate();
+      ++it;
+      for (++i; i < total && !walk.is_outside(warpgroup); ++i, ++it) {
+        if constexpr (!kAhead) {
+          warpgroup_wait<0>();
+          arrive_by_warp(empty + 8 * ((it - 1) % kStages));
+        }
+        start_scores();
+        warpgroup_wait<1>();  // dk, then s
+        if constexpr (kAhead) {
+          arrive_by_warp(empty + 8 * ((it - 1) % kStages));
+        }
+        differentiate();
+      }
+      warpgroup_wait<0>();
+      arrive_by_warp(empty + 8 * ((it - 1) % kStages));
     }
     hold(dk);
     hold(dv);

@@ -209,8 +209,9 @@ __device__ void neighborhood_hopper_fwd(const NeighborhoodHopperParams& hp) {
       o[r] = 0;
     }
     for (int i = 0; i < boxes;) {
+      const bool outside = walk.is_outside(warpgroup);
       my_turn();
-      if (walk.is_outside(warpgroup)) {
+      if (outside) {
         end_turn();
         barrier_wait(k_full + 8 * (it % kStages), it / kStages & 1);
         arrive_by_warp(k_empty + 8 * (it % kStages));

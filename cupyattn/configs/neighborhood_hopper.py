@@ -266,7 +266,7 @@ class HopperBackward(Hopper):
     @property
     def queries(self) -> tuple[int, ...]:
         """Return how many queries a box of dk and dv may have."""
-        return (64,) if self.dim == 128 else (64, 80, 96)
+        return (64,) if self.dim == 128 else (64, 80)
 
     def boxes(self, problem: Problem, part: str) -> tuple[Box, Box] | None:
         """Return the box of a tile of "dq" or "dkdv" and those that it walks, if any fit."""

@@ -213,8 +213,6 @@ struct RowIntervals {
   __device__ void mask(float (&s)[Boxes<Config>::kSeen / 2], const BoxWalk<Config>& walk,
                        int row0) const {
     constexpr int kFirstAxis = Boxes<Config>::kFirstAxis;
-    constexpr int kPlane = Config::kSeenH * Config::kSeenW;
-    const int quad = threadIdx.x % 4;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       int from[3];
@@ -225,30 +223,38 @@ struct RowIntervals {
         count[a] = length[a - kFirstAxis][row0 + 8 * i];
         asm volatile("" : "+r"(from[a]));  // or predicates of all columns are kept for both rows
       }
-      if (Config::kAxes == 1) {
+      if constexpr (Config::kAxes == 1) {
         mask_line(s, i, -from[2], int(count[2]) - from[2]);
-        continue;
-      }
-#pragma unroll
-      for (int j = 0; j < Boxes<Config>::kSeen / 8; ++j) {
-        const int t = j * 8 / kPlane, h = j * 8 / Config::kSeenW % Config::kSeenH,
-                  w = j * 8 % Config::kSeenW + 2 * quad;
-        bool line = true;
-        if (kFirstAxis < 2) {
-          line = unsigned(from[1] + h) < count[1];
-        }
-        if (kFirstAxis < 1) {
-          line = line && unsigned(from[0] + t) < count[0];
-        }
-        float& low = s[j * 4 + 2 * i];
-        float& high = s[j * 4 + 2 * i + 1];
-        low = line && unsigned(from[2] + w) < count[2] ? low : negative_infinity<float>();
-        high = line && unsigned(from[2] + w + 1) < count[2] ? high : negative_infinity<float>();
+      } else {
+        mask_lines(s, i, from, count);
       }
     }
   }
 
  private:
+  __device__ static void mask_lines(float (&s)[Boxes<Config>::kSeen / 2], int i,
+                                    const int (&from)[3], const unsigned (&count)[3]) {
+    constexpr int kFirstAxis = Boxes<Config>::kFirstAxis;
+    constexpr int kPlane = Config::kSeenH * Config::kSeenW;
+    const int quad = threadIdx.x % 4;
+#pragma unroll
+    for (int j = 0; j < Boxes<Config>::kSeen / 8; ++j) {
+      const int t = j * 8 / kPlane, h = j * 8 / Config::kSeenW % Config::kSeenH,
+                w = j * 8 % Config::kSeenW + 2 * quad;
+      bool line = true;
+      if (kFirstAxis < 2) {
+        line = unsigned(from[1] + h) < count[1];
+      }
+      if (kFirstAxis < 1) {
+        line = line && unsigned(from[0] + t) < count[0];
+      }
+      float& low = s[j * 4 + 2 * i];
+      float& high = s[j * 4 + 2 * i + 1];
+      low = line && unsigned(from[2] + w) < count[2] ? low : negative_infinity<float>();
+      high = line && unsigned(from[2] + w + 1) < count[2] ? high : negative_infinity<float>();
+    }
+  }
+
   // On a single line no two columns share a comparison: those that count are bits, of 128 columns at
   // a time, of which a thread has 32.
   __device__ static void mask_line(float (&s)[Boxes<Config>::kSeen / 2], int i, int from, int to) {
