@@ -10,8 +10,8 @@
 //
 // Shapes    as in neighborhood_fwd.cu, 16-bit, value_dim = head_dim = kDim
 // Grid      x: as many blocks as multiprocessors, or tiles if these are fewer. Tiles: boxes of
-//           queries (dq) or keys (dk, dv) of a dilation group, last axis fastest; then groups, heads
-//           (of keys for dk, dv), batch
+//           queries (dq) or keys (dk, dv) of a dilation group, last axis fastest; then groups,
+//           heads (of keys for dk, dv), batch
 // Block     one warpgroup that brings boxes, kGroups that own 64 rows of the tile each
 // Tile map  dq: queries that walk boxes of the keys that they see. dk, dv: keys that walk boxes of
 //           the queries that see them, for each query head of the kv head. Boxes as in
@@ -407,7 +407,8 @@ __device__ void neighborhood_hopper_dkdv(const NeighborhoodHopperParams& hp) {
   constexpr int kStages = Config::kStages, kDim = Config::kDim, kQueries = B::kSeen;
   constexpr int kGroups = Config::kGroups, kOwned = Config::kOwned;
   constexpr int kStageBytes = 2 * B::kSeenBytes;
-  // Whether registers (s, dp, operands; dk, dv) let the next scores be asked for before dk is there.
+  // Whether registers (s, dp, operands; dk, dv) let the next scores be asked for before dk is
+  // there.
   constexpr bool kAhead = kQueries * 5 / 4 + kDim <= 164;
   static_assert(Config::kInverse && kStages > 1, "keys own");
   const NeighborhoodParams& p = hp.na;

@@ -4,8 +4,8 @@
 //   y    = sum_j softmax(s)[j] v[j]         lse = log sum_j exp s[j]
 //
 // Shapes    as in neighborhood_fwd.cu, 16-bit, value_dim = head_dim = kDim
-// Grid      x: as many blocks as multiprocessors, or tiles if these are fewer. Tiles: query boxes of
-//           a dilation group, last axis fastest; then groups, heads, batch: blocks work on
+// Grid      x: as many blocks as multiprocessors, or tiles if these are fewer. Tiles: query boxes
+//           of a dilation group, last axis fastest; then groups, heads, batch: blocks work on
 //           neighbouring queries of one head at a time, whose keys are in L2
 // Block     one warpgroup that brings boxes, kGroups that own 64 queries of the tile each
 // Tile map  a box of queries that walks boxes of the keys that they see, as in
@@ -17,7 +17,8 @@
 //    queries 64 | s, p    |         registers of a warpgroup: s 64 x keys, o 64 x kDim, p as 16-bit
 //               +---------+
 //
-// Pipeline  producer  warp 0: empty -> ask for k, v -> full; warp 1: the next tile's plan; warp 2: its q
+// Pipeline  producer  warp 0: empty -> ask for k, v -> full; warp 1: the next tile's plan; warp 2:
+//                     its q
 //           consumer  s(i) = q k(i)^T  and  o += p(i - 1) v(i - 1)  are issued together; the softmax of
 //                     s(i) runs while the second product does, and under the other warpgroups'
 //                     products: they take turns to ask for theirs. So does the end of a tile
@@ -114,8 +115,8 @@ __device__ void neighborhood_hopper_fwd(const NeighborhoodHopperParams& hp) {
   const float scale = float(p.scale * 1.4426950408889634);  // scores in base 2
   float s[kKeys / 2], o[kDim / 2], factor[2], largest[2], sum[2];
   unsigned weights[kKeys / 16][4];
-  // Warpgroups take turns to ask for products, so that the softmax of one runs under the products of
-  // the others: one turn each for every box, also for those that they pass over.
+  // Warpgroups take turns to ask for products, so that the softmax of one runs under the products
+  // of the others: one turn each for every box, also for those that they pass over.
   const auto my_turn = [&]() { named_barrier(1 + warpgroup, 256); };
   const auto end_turn = [&]() { named_arrive(1 + (warpgroup + 1) % kGroups, 256); };
   if (warpgroup == 0) {

@@ -8,9 +8,9 @@
 // follow until those of the last end. Ends of intervals never fall as positions grow, so this is
 // the union.
 //
-// A block has a multiprocessor for itself and stays for all its tiles. Two plans say where it works:
-// a warp of the first warpgroup writes that of the next tile while this one is computed, two others
-// have its positions loaded, so that the warpgroups that compute go on without a pause.
+// A block has a multiprocessor for itself and stays for all its tiles. Two plans say where it
+// works: a warp of the first warpgroup writes that of the next tile while this one is computed, two
+// others have its positions loaded, so that the warpgroups that compute go on without a pause.
 #pragma once
 #include "common/mma.cuh"
 #include "common/params.cuh"
@@ -59,8 +59,8 @@ struct BoxPlace {
   // of those that every row is.
   Interval some[Config::kGroups][3], every[Config::kGroups][3];
 
-  // By all lanes of a warp, one for each axis. Whether there is such a tile in its dilation group, which
-  // may be shorter than others.
+  // By all lanes of a warp, one for each axis. Whether there is such a tile in its dilation group,
+  // which may be shorter than others.
   __device__ bool set(const NeighborhoodHopperParams& hp, int heads, int tile) {
     const NeighborhoodParams& p = hp.na;
     const int lane = again(int(threadIdx.x % 32)), a = min(lane, 2);
@@ -181,8 +181,8 @@ struct BoxWalk {
   }
 };
 
-// An arrival for all lanes of a warp. Where every warp arrives by itself, a stage that is filled anew
-// has been seen by all of them: one that came later would wait for ever.
+// An arrival for all lanes of a warp. Where every warp arrives by itself, a stage that is filled
+// anew has been seen by all of them: one that came later would wait for ever.
 __device__ inline void arrive_by_warp(unsigned barrier) {
   __syncwarp();
   if (threadIdx.x % 32 == 0) {
@@ -255,8 +255,8 @@ struct RowIntervals {
     }
   }
 
-  // On a single line no two columns share a comparison: those that count are bits, of 128 columns at
-  // a time, of which a thread has 32.
+  // On a single line no two columns share a comparison: those that count are bits, of 128 columns
+  // at a time, of which a thread has 32.
   __device__ static void mask_line(float (&s)[Boxes<Config>::kSeen / 2], int i, int from, int to) {
     constexpr int kSeen = Boxes<Config>::kSeen;
     unsigned counts[(kSeen + 127) / 128];
@@ -307,9 +307,9 @@ struct Plans {
     }
   }
 
-  // All plans of the block, by one warp; the last one says that there are no more tiles. Blocks have
-  // neighbouring tiles at any time, whose boxes are in L2. From round to round a block moves on
-  // among them, or it might meet tiles at borders, which are smaller, in every round or in none.
+  // All plans of the block, by one warp; the last one says that there are no more tiles. Blocks
+  // have neighbouring tiles at any time, whose boxes are in L2. From round to round a block moves
+  // on among them, or it might meet tiles at borders, which are smaller, in every round or in none.
   __device__ void write(const NeighborhoodHopperParams& hp, int heads) const {
     unsigned made = 0;
     for (unsigned round = 0; round * gridDim.x < unsigned(hp.all_tiles); ++round) {
@@ -331,8 +331,8 @@ struct Plans {
     arrive_by_warp(barriers + 8 * (made % 2));
   }
 
-  // Call visit(plan, number) for each tile, by one thread or by all lanes of a warp; then the plan is
-  // given back.
+  // Call visit(plan, number) for each tile, by one thread or by all lanes of a warp; then the plan
+  // is given back.
   template <class Visit>
   __device__ void for_each(Visit visit) const {
     for (unsigned number = 0;; ++number) {
