@@ -189,7 +189,7 @@ __device__ void neighborhood_hopper_dq(const NeighborhoodHopperParams& hp) {
   using B = Boxes<Config>;
   constexpr int kStages = Config::kStages, kDim = Config::kDim, kKeys = B::kSeen;
   constexpr int kGroups = Config::kGroups, kOwned = Config::kOwned;
-  static_assert(!Config::kInverse && kStages > 1, "queries own");
+  static_assert(!Config::kInverse && kGroups == 2 && kStages > 1, "queries own");
   const NeighborhoodParams& p = hp.na;
   extern __shared__ unsigned char memory[];
   const unsigned own_at = static_cast<unsigned>(__cvta_generic_to_shared(memory));
@@ -410,7 +410,7 @@ __device__ void neighborhood_hopper_dkdv(const NeighborhoodHopperParams& hp) {
   // Whether registers (s, dp, operands; dk, dv) let the next scores be asked for before dk is
   // there.
   constexpr bool kAhead = kQueries * 5 / 4 + kDim <= 164;
-  static_assert(Config::kInverse && kStages > 1, "keys own");
+  static_assert(Config::kInverse && kGroups == 2 && kStages > 1, "keys own");
   const NeighborhoodParams& p = hp.na;
   extern __shared__ unsigned char memory[];
   const unsigned own_at = static_cast<unsigned>(__cvta_generic_to_shared(memory));

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -87,7 +88,7 @@ class Hopper(Row):
     ARRAYS: ClassVar[tuple[str, ...]] = ("q", "k", "v")  # that the copy engine takes
     PARTS: ClassVar[tuple[str, ...]] = ()  # kernels: "fwd", "dq", "dkdv"
     LEAST: ClassVar[int] = 576  # keys of a window, below which other rows are faster
-    GROUPS: ClassVar[int] = 2  # warpgroups that compute, 64 rows each
+    GROUPS: ClassVar[Mapping[int, int]] = {64: 2, 128: 2}  # by head_dim: warpgroups that compute
     OVERHEAD: ClassVar[int] = 24  # of a walked box, in positions: barriers, exchange between lanes
     SAVED: ClassVar[float] = 0.5  # by passing over: the other warpgroups go on alone
     STAGES: ClassVar[int] = 2  # walked boxes in flight before a second tile's own rows are
@@ -95,6 +96,11 @@ class Hopper(Row):
     @property
     def name(self) -> str:
         return f"hopper_{self.dtype}_d{self.dim}"
+
+    @property
+    def groups(self) -> int:
+        """Return how many warpgroups compute, 64 rows each."""
+        return self.GROUPS[self.dim]
 
     def refuses(self, problem: Problem, device: Device) -> str | None:
         if problem.q.dtype != self.dtype:
@@ -133,7 +139,7 @@ class Hopper(Row):
         lengths = [cdiv(n, d) for n, d in zip(problem.space, problem.dilation)]
         axes = tuple(zip(lengths, problem.kernel_size, step, problem.stride, problem.is_causal,
                          (problem.boundary,) * len(lengths)))
-        return _boxes(axes, sizes, inverse, self.GROUPS, self.OVERHEAD, self.SAVED)
+        return _boxes(axes, sizes, inverse, self.groups, self.OVERHEAD, self.SAVED)
 
     def _tiles(self, problem: Problem, own: Box) -> Box:
         """Return the tiles along each axis of the longest dilation group."""
@@ -158,9 +164,9 @@ class Hopper(Row):
 
         `arrays`: of own rows; `stage`: bytes of a walked box.
         """
-        rows = 64 * self.GROUPS
-        tile = arrays * rows * self.dim * 2 + 8 * 2 * self.GROUPS
-        plans = 2 * (80 + 48 * self.GROUPS + 8 * axes * rows + 8 * 2)
+        rows = 64 * self.groups
+        tile = arrays * rows * self.dim * 2 + 8 * 2 * self.groups
+        plans = 2 * (80 + 48 * self.groups + 8 * axes * rows + 8 * 2)
         stages = [min((_SHARED - plans - n * tile) // stage, 6) for n in (1, 2)]
         owned = 2 if stages[1] >= min(stages[0], self.STAGES) else 1
         return owned, stages[owned - 1], plans + owned * tile + stages[owned - 1] * stage
@@ -173,7 +179,7 @@ class Hopper(Row):
 
     def _kernel(self, part: str, own: Box, seen: Box, axes: int) -> Kernel:
         owned, stages, _ = self._bytes(part, axes, seen)
-        numbers = {"Dim": self.dim, "Groups": self.GROUPS, "Owned": owned, "Stages": stages,
+        numbers = {"Dim": self.dim, "Groups": self.groups, "Owned": owned, "Stages": stages,
                    "Axes": axes, **{f"Own{a}": n for a, n in zip("THW", own)},
                    **{f"Seen{a}": n for a, n in zip("THW", seen)}}
         boxes = "_".join("x".join(map(str, box)) for box in (own, seen))
@@ -184,7 +190,7 @@ class Hopper(Row):
                       (f"using T = {CTYPE[self.dtype]};",
                        f"static constexpr bool kInverse = {str(part == 'dkdv').lower()};",
                        *(f"static constexpr int k{k} = {n};" for k, n in numbers.items())),
-                      128 * (self.GROUPS + 1), target="sm_90a")
+                      128 * (self.groups + 1), target="sm_90a")
 
     def _heads_of(self, problem: Problem, part: str) -> int:
         return problem.kv_heads if part == "dkdv" else problem.heads
@@ -197,7 +203,7 @@ class Hopper(Row):
         fields = {f"na.{name}.data": name for name in buffers}
         fields |= {f"{name}_map.address": name for name in self.ARRAYS}
         ours = ("k", "v") if part == "dkdv" else ("q", "dy")
-        maps = {f"{name}_map": self._map(problem, getattr(problem, name), _part(own, self.GROUPS)
+        maps = {f"{name}_map": self._map(problem, getattr(problem, name), _part(own, self.groups)
                                          if name in ours else seen) for name in self.ARRAYS}
         blocks = min(self._all_tiles(problem, own, heads), device.multiprocessors)
         return Step(self._kernel(part, own, seen, axes), (blocks, 1, 1),
@@ -231,11 +237,16 @@ class HopperForward(Hopper):
     """64 queries a warpgroup, 64 to 160 keys at a time, both boxes of positions."""
 
     PARTS: ClassVar[tuple[str, ...]] = ("fwd",)
-    KEYS: ClassVar[tuple[int, ...]] = (64, 80, 96, 112, 128, 144, 160)  # of a box; more spill
+    KEYS: ClassVar[tuple[int, ...]] = (64, 80, 96, 112, 128, 144, 160)
 
     def boxes(self, problem: Problem, part: str = "fwd") -> tuple[Box, Box] | None:
         """Return the box of queries of a tile and that of keys that it walks, if any fit."""
-        return self._fitted(problem, self.KEYS)
+        return self._fitted(problem, self.keys)
+
+    @property
+    def keys(self) -> tuple[int, ...]:
+        """Return how many keys a box may have: more spill."""
+        return tuple(n for n in self.KEYS if self.groups == 2 or n <= 112)
 
     def kernels(self) -> tuple[Kernel, ...]:
         """Return the kernels of a few boxes; others are compiled when they are met."""
