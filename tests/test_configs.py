@@ -22,17 +22,19 @@ DTYPES = ("f16", "bf16", "f32", "f64")
 
 # Bytes that a plain kernel may spill: around its 64-bit divisions, which are calls, and for
 # float64 at 512 features, which takes all 255 registers. Tuned rows are made for sm_90 and may not
-# spill there, but for rings of three blocks a multiprocessor or 16 heads: they are faster than rows
-# with more registers. On other targets these do.
+# spill there, but for rings of three blocks a multiprocessor, or of 5 x 5 taps or 16 heads: they are
+# faster than rows with more registers. On other targets these do.
 PLAIN_SPILLS = 256
 KNOWN_SPILLS = {
     **dict.fromkeys(("sm_80", "sm_86", "sm_89"), {
-        "multi_token_fwd__band_": 52, "multi_token_fwd__ring_": 164}),
+        "multi_token_fwd__band_": 52, "multi_token_fwd__ring_": 308,
+        "neighborhood_fwd__box_": 32}),
     "sm_90": {"multi_token_fwd__ring_": 44},
     "sm_100": {"linear__mma_": 56, "multi_token_fwd__ring_": 40, "multi_token_bwd__ring_": 8,
-               "multi_token_bwd__tile_": 8},
+               "multi_token_bwd__tile_": 8, "neighborhood_fwd__box_": 36},
     "sm_120": {"linear__mma_": 216, "multi_token_fwd__band_": 24, "multi_token_fwd__ring_": 76,
-               "multi_token_bwd__ring_": 24, "multi_token_bwd__tile_": 24},
+               "multi_token_bwd__ring_": 24, "multi_token_bwd__tile_": 24,
+               "neighborhood_fwd__box_": 36},
 }
 
 
