@@ -22,7 +22,7 @@ DTYPES = ("f16", "bf16", "f32", "f64")
 
 # Bytes that a plain kernel may spill: around its 64-bit divisions, which are calls, and for
 # float64 at 512 features, which takes all 255 registers. Tuned rows are made for sm_90 and may not
-# spill there, but for rings of three blocks a multiprocessor, or of 5 x 5 taps or 16 heads: they are
+# spill there, but for rings of three blocks a multiprocessor, of 5 x 5 taps, of 16 heads: they are
 # faster than rows with more registers. On other targets these do.
 PLAIN_SPILLS = 256
 KNOWN_SPILLS = {
