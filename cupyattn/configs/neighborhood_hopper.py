@@ -13,7 +13,7 @@ import numpy as np
 from .._program import (CTYPE, Device, Kernel, Layout, Program, Row, Step, TensorMap, cdiv,
                         few, token_view)
 from ..reference import neighborhood as reference
-from .neighborhood_problem import Problem, values
+from .neighborhood_problem import Problem, values, visits
 
 Box = tuple[int, int, int]
 Axis = tuple[int, int, int, int, bool, str]  # positions, window, dilation, stride, causal, boundary
@@ -131,6 +131,17 @@ class Hopper(Row):
     def boxes(self, problem: Problem, part: str) -> tuple[Box, Box] | None:
         """Return the box of a tile of a part and that which it walks, if any fit."""
         raise NotImplementedError
+
+    def notes(self, problem: Problem, device: Device) -> list[str]:
+        rank, lines = len(problem.space), []
+        for part in self.PARTS:
+            boxes = self.boxes(problem, part)
+            assert boxes is not None
+            own, seen = (box[3 - rank:] for box in boxes)
+            tile, walked = ("x".join(map(str, box)) for box in (own, seen))
+            lines.append(f"{part}: tiles of {tile} positions, {self.groups} warpgroups, walk boxes "
+                         f"of {walked}: {visits(problem, own, seen, part == 'dkdv')}")
+        return lines
 
     def _fitted(self, problem: Problem, sizes: tuple[int, ...], inverse: bool = False
                 ) -> tuple[Box, Box] | None:
