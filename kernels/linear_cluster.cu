@@ -1,0 +1,398 @@
+// linear_cluster.cu: matrix products with bias for few tokens, by TMA with multicast in clusters and
+// warpgroup products (sm_90a). All of depth is on its way early; nothing is made ready in memory.
+//
+//   c[s][i,j] = bias[s][j] + sum_k a[s][i,k] * b[s][j,k]         for each s < products
+//
+// Shapes    a[s] (rows[s], depth[s]), b[s] (columns[s], depth[s]), depth inside both;
+//           c[s] (rows[s], columns[s]), columns inside, a multiple of 8
+// Grid      x: clusters of kClusterM x kClusterN blocks, rows fastest in a cluster and from cluster to
+//           cluster; products follow one another. A block has one tile of c
+// Block     kGroups warpgroups that multiply and one whose first thread asks for boxes
+// Tile map  c tile 64 x kColumns; a slice is 128 bytes of depth (32 numbers of float32)
+//
+//                            cluster of 2 x 2: every block loads half of its a and half of its b,
+//              b0    b1      and what it loads arrives in both blocks of its row or its column
+//            +-----+-----+
+//         a0 |  0  |  2  |   slice n is multiplied by warpgroup n % kGroups, alone: its 64 x kColumns
+//            +-----+-----+   sums stay in registers, the groups' sums are added at the end, in order
+//         a1 |  1  |  3  |
+//            +-----+-----+
+//
+// Pipeline  loader:     empty[stage] -> ask for a part of a, of b -> full[stage], here and elsewhere
+//           warpgroup:  full[stage] -> operands -> products -> empty[stage], here and elsewhere
+//           end:        groups' sums to shared memory -> added, bias, rounding, c by 16 bytes
+//           While one warpgroup makes its operands ready, the products of others run
+// Operands  a by ldmatrix in registers, b where the boxes have put it
+// float32   a number is the sum of two TF32 numbers, x = high + low, but for 2^-24 of it. Three
+//           products: low high + high low + high high. Matrix units drop the lower 13 bits of an
+//           operand, so b as it is serves as its own high part, and only the low part is written
+//           (at the same place of another buffer: swizzled alike). Other parts are rounded to
+//           nearest. Matrix units truncate when they add: the small products come first, and every
+//           16 of depth have an own accumulator, added to the total by ordinary additions.
+//           A result that is not finite is computed again, one number at a time
+//           kTf32: one product, operands rounded by the copy engine
+// Banks     a: eight lanes of an ldmatrix read eight chunks of a swizzled tile; b: lanes read and write
+//           neighbouring chunks; sums: rows are 8 numbers longer than the tile
+// Per slice (16384 + 768 kColumns) / 128 clocks of shared memory in float32 (copies of a and b in, a and
+//           b out once, the low part of b in, b three times for products), 6 kColumns of products
+// Limits    sm_90a; 16-byte strides and addresses; fewer than 2^30 of each extent
+#include "common/linear.cuh"
+#include "common/mma.cuh"
+#include "common/params.cuh"
+#include "common/tma.cuh"
+#include "common/types.cuh"
+#include "common/wgmma.cuh"
+
+template <class Config>
+struct Tiling {
+  using T = typename Config::T;
+  static constexpr bool kExact = sizeof(T) == 4 && !Config::kTf32;
+  static constexpr int kRows = 64, kColumns = Config::kColumns;
+  static constexpr int kClusterM = Config::kClusterM, kClusterN = Config::kClusterN;
+  static constexpr int kCluster = kClusterM * kClusterN;
+  static constexpr int kGroups = Config::kGroups, kStages = Config::kStages;
+  static constexpr int kDepth = 128 / int(sizeof(T));  // of a slice
+  static constexpr int kBytesA = kRows * 128, kBytesB = kColumns * 128;
+  static constexpr int kStage = kBytesA + kBytesB;
+  static constexpr int kMultiply = 128 * kGroups;  // threads that multiply
+  static constexpr int kRegisters = kGroups == 2 ? 240 : kGroups == 3 ? 160 : 112;  // of each
+  static constexpr int kPitch = kColumns + 8;      // floats of a row of sums
+
+  // Bytes from the begin of shared memory. A warpgroup has two buffers for low parts of b: where it
+  // waits for its warps to have written one, they all have ended the products with the other.
+  static constexpr int kLow = kStages * kStage;
+  static constexpr int kLows = kExact ? 2 * kBytesB : 0;
+  static constexpr int kBias = kLow + kGroups * kLows;
+  static constexpr int kFull = kBias + 4 * kColumns;
+  static constexpr int kEmpty = kFull + 8 * kStages;
+
+  static_assert(Config::kThreads == kMultiply + 128 && kGroups >= 2 && kGroups <= 4, "warpgroups");
+  static_assert(kRows / kClusterN % 8 == 0 && kColumns / kClusterM % 8 == 0,
+                "parts of boxes begin at 1024-byte boundaries");
+  static_assert(kColumns % 16 == 0, "chunks of b for every thread of a warpgroup");
+  static_assert(kGroups * kRows * kPitch * 4 <= kLow, "sums fit the stages");
+  static_assert(kColumns <= kMultiply, "a thread for each bias");
+};
+
+// Where a block is: in its cluster, and its tile in a result. Uniform in the block.
+template <class Config>
+struct Place {
+  using L = Tiling<Config>;
+  int product, row, column;
+  unsigned m, n;  // in the cluster
+
+  __device__ explicit Place(const LinearHopperParams& p) {
+    const unsigned rank = blockIdx.x % L::kCluster;
+    m = rank % L::kClusterM;
+    n = rank / L::kClusterM;
+    int cluster = int(blockIdx.x / L::kCluster), along_m;
+    for (product = 0;; ++product) {  // the grid holds the tiles of all results
+      along_m = (p.rows[product] + L::kRows * L::kClusterM - 1) / (L::kRows * L::kClusterM);
+      const int along_n =
+          (p.columns[product] + L::kColumns * L::kClusterN - 1) / (L::kColumns * L::kClusterN);
+      if (cluster < along_m * along_n) {
+        break;
+      }
+      cluster -= along_m * along_n;
+    }
+    row = (cluster % along_m * L::kClusterM + int(m)) * L::kRows;
+    column = (cluster / along_m * L::kClusterN + int(n)) * L::kColumns;
+  }
+
+  // Blocks of the cluster that have the same rows, or the same columns, as a set of ranks.
+  __device__ unsigned same_rows() const {
+    unsigned set = 0;
+#pragma unroll
+    for (int i = 0; i < L::kClusterN; ++i) {
+      set |= 1u << i * L::kClusterM;
+    }
+    return set << m;
+  }
+  __device__ unsigned same_columns() const {
+    return ((1u << L::kClusterM) - 1) << n * L::kClusterM;
+  }
+};
+
+// Before anything is known of earlier work: barriers and tensor maps. It touches no other memory.
+template <class Config>
+__device__ void linear_cluster_begin(const LinearHopperParams& p) {
+  using L = Tiling<Config>;
+  extern __shared__ unsigned char memory[];
+  const unsigned shared = shared_address(memory);
+  if (shared % 1024 != 0) {
+    __trap();  // swizzles count from such a boundary; there is no static memory that could move it
+  }
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < L::kStages; ++i) {
+      barrier_init(shared + L::kFull + 8 * i, 1);
+      // The warps of a warpgroup, in every block that gets a part of this one's boxes.
+      barrier_init(shared + L::kEmpty + 8 * i, 4 * (L::kClusterM + L::kClusterN - 1));
+    }
+    barrier_init_done();
+    for (int s = 0; s < p.products; ++s) {
+      prefetch_map(p.a_map[s]);
+      prefetch_map(p.b_map[s]);
+    }
+  }
+  if constexpr (L::kCluster > 1) {  // barriers can be used, from other blocks too
+    __syncwarp();
+    cluster_arrive();
+    cluster_wait();
+  } else {
+    __syncthreads();
+  }
+}
+
+// All of the block's boxes, by one thread.
+template <class Config>
+__device__ inline void load_slices(const LinearHopperParams& p, const Place<Config>& place,
+                                   unsigned shared, int slices) {
+  using L = Tiling<Config>;
+  constexpr int kRows = L::kRows / L::kClusterN, kColumns = L::kColumns / L::kClusterM;
+  const int s = place.product;
+  const int row = place.row + int(place.n) * kRows, column = place.column + int(place.m) * kColumns;
+  const unsigned a = shared + place.n * kRows * 128;
+  const unsigned b = shared + L::kBytesA + place.m * kColumns * 128;
+  unsigned stage = 0, phase = 1;
+#pragma unroll 1
+  for (int slice = 0; slice < slices; ++slice) {
+    const unsigned full = shared + L::kFull + 8 * stage;
+    barrier_wait(shared + L::kEmpty + 8 * stage, phase);
+    barrier_expect(full, L::kStage);
+    if constexpr (L::kClusterN > 1) {
+      load_box(a + stage * L::kStage, p.a_map[s], full, slice * L::kDepth, row, 0,
+               place.same_rows());
+    } else {
+      load_box(a + stage * L::kStage, p.a_map[s], full, slice * L::kDepth, row, 0);
+    }
+    if constexpr (L::kClusterM > 1) {
+      load_box(b + stage * L::kStage, p.b_map[s], full, slice * L::kDepth, column, 0,
+               place.same_columns());
+    } else {
+      load_box(b + stage * L::kStage, p.b_map[s], full, slice * L::kDepth, column, 0);
+    }
+    if (++stage == L::kStages) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+}
+
+// ------------------------------------------------------------------------------------- float32
+
+// As a TF32 operand this is x rounded to nearest: the lower 13 bits do not count.
+__device__ inline unsigned nearest(float x) { return __float_as_uint(x) + 0x1000u; }
+// x less the number that an operand stands for.
+__device__ inline float rest(float x, unsigned operand) {
+  return x - __uint_as_float(operand & 0xffffe000u);
+}
+
+__device__ inline unsigned low_part(float x) { return nearest(rest(x, __float_as_uint(x))); }
+
+// --------------------------------------------------------------------------------------- kernel
+
+// sums += a b^T over a slice, by warpgroup `group`. `stage`, `to`: where the slice is, and where low
+// parts of b go, in bytes.
+template <class Config>
+__device__ inline void multiply_slice(unsigned char* memory, unsigned shared, int stage, int to,
+                                      int group, float (&sums)[Tiling<Config>::kColumns / 2]) {
+  using L = Tiling<Config>;
+  using T = typename L::T;
+  const int thread = threadIdx.x % 128, lane = thread % 32, row = thread / 32 * 16 + lane % 16;
+  unsigned a[4][4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    load_matrices(a[i], shared + stage + row * 128 + ((2 * i + lane / 16) ^ lane % 8) * 16);
+  }
+  const unsigned long long b = tile_descriptor(shared + stage + L::kBytesA, 16);
+  if constexpr (L::kExact) {
+    constexpr int kChunks = L::kColumns / 16;  // of 16 bytes of b, of a thread
+    const float4* from = reinterpret_cast<const float4*>(memory + stage + L::kBytesA) + thread;
+    uint4* low_to = reinterpret_cast<uint4*>(memory + to) + thread;
+    float4 x[kChunks];  // all loads are asked for before the first use
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+      x[i] = from[i * 128];
+    }
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+      low_to[i * 128] =
+          uint4{low_part(x[i].x), low_part(x[i].y), low_part(x[i].z), low_part(x[i].w)};
+    }
+    unsigned low[4][4];
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const float x = __uint_as_float(a[i / 4][i % 4]);
+      a[i / 4][i % 4] = nearest(x);
+      low[i / 4][i % 4] = nearest(rest(x, nearest(x)));
+    }
+    const unsigned long long low_b = tile_descriptor(shared + to, 16);
+    float part[2][L::kColumns / 2];  // of 16 of depth each
+    publish_to_copies();
+    named_barrier(1 + group, 128);  // low parts of b are readable
+    hold(part[0]);
+    hold(part[1]);
+    warpgroup_arrive();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      multiply_lines<T>(part[i / 2], low[i], b + 2 * i, i % 2);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      multiply_lines<T>(part[i / 2], a[i], low_b + 2 * i, 1);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      multiply_lines<T>(part[i / 2], a[i], b + 2 * i, 1);
+    }
+    warpgroup_commit();
+    warpgroup_wait<0>();
+    hold(part[0]);
+    hold(part[1]);
+#pragma unroll
+    for (int r = 0; r < L::kColumns / 2; ++r) {
+      sums[r] += part[0][r] + part[1][r];
+    }
+  } else {
+    hold(sums);
+    warpgroup_arrive();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      multiply_lines<T>(sums, a[i], b + 2 * i, 1);
+    }
+    warpgroup_commit();
+    warpgroup_wait<0>();
+    hold(sums);
+  }
+}
+
+// The tile of c from the warpgroups' sums: chunks of 16 bytes, a row's by neighbouring threads.
+template <class Config>
+__device__ inline void write_tile(const LinearHopperParams& p, const Place<Config>& place,
+                                  const float* sums, const float* bias) {
+  using L = Tiling<Config>;
+  using T = typename L::T;
+  constexpr int kNumbers = 16 / int(sizeof(T)), kChunks = L::kColumns / kNumbers;
+  const int s = place.product;
+#pragma unroll
+  for (int i = 0; i < (L::kRows * kChunks + L::kMultiply - 1) / L::kMultiply; ++i) {
+    const int at = int(threadIdx.x) + i * L::kMultiply, line = at / kChunks;
+    const int column = at % kChunks * kNumbers;
+    if (line >= min(L::kRows, p.rows[s] - place.row) || column >= p.columns[s] - place.column) {
+      continue;
+    }
+    float y[kNumbers];
+    bool finite = true;
+#pragma unroll
+    for (int j = 0; j < kNumbers; j += 4) {
+      const float* from = sums + line * L::kPitch + column + j;
+      float4 sum = *reinterpret_cast<const float4*>(from);
+#pragma unroll
+      for (int group = 1; group < L::kGroups; ++group) {
+        const float4 more =
+            *reinterpret_cast<const float4*>(from + group * L::kRows * L::kPitch);
+        sum = float4{sum.x + more.x, sum.y + more.y, sum.z + more.z, sum.w + more.w};
+      }
+      const float four[4] = {sum.x, sum.y, sum.z, sum.w};
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        y[j + e] = four[e] + bias[column + j + e];
+        finite = finite && is_finite(y[j + e]);
+      }
+    }
+    const int64 row = place.row + line, first = place.column + column;
+    if (L::kExact && !finite) {
+      for (int e = 0; e < kNumbers; ++e) {
+        if (!is_finite(y[e])) {
+          y[e] = one_number(p, s, row, first + e) + bias[column + e];
+        }
+      }
+    }
+    unsigned word[4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      if constexpr (sizeof(T) == 2) {
+        word[e] = pack<T>(y[2 * e], y[2 * e + 1]);
+      } else {
+        word[e] = __float_as_uint(y[e]);
+      }
+    }
+    *reinterpret_cast<uint4*>(static_cast<T*>(p.c[s].data) + row * p.c[s].row + first) =
+        uint4{word[0], word[1], word[2], word[3]};
+  }
+}
+
+template <class Config>
+__device__ void linear_cluster(const LinearHopperParams& p) {
+  using L = Tiling<Config>;
+  using T = typename L::T;
+  extern __shared__ unsigned char memory[];
+  const unsigned shared = shared_address(memory);
+  const Place<Config> place(p);
+  const int s = place.product, slices = (p.depth[s] + L::kDepth - 1) / L::kDepth;
+  if (threadIdx.x >= L::kMultiply) {
+    fewer_registers<24>();
+    if (threadIdx.x == L::kMultiply) {
+      load_slices(p, place, shared, slices);
+    }
+    return;
+  }
+  more_registers<L::kRegisters>();
+
+  // Asked for before the first slice, written to shared memory after the last.
+  float bias = 0;
+  const int column = place.column + int(threadIdx.x);
+  if (p.bias[s] != nullptr && threadIdx.x < L::kColumns && column < p.columns[s]) {
+    bias = widen(static_cast<const T*>(p.bias[s])[column * p.bias_stride[s]]);
+  }
+  // The same in all lanes, which the compiler cannot know.
+  const int lane = threadIdx.x % 32, group = __shfl_sync(0xffffffffu, int(threadIdx.x) / 128, 0);
+  const bool tells = (place.same_rows() | place.same_columns()) >> lane & 1;  // a block of that rank
+  float sums[L::kColumns / 2];
+#pragma unroll
+  for (int r = 0; r < L::kColumns / 2; ++r) {
+    sums[r] = 0;
+  }
+  int stage = group % L::kStages, turn = 0;
+  unsigned phase = group / L::kStages & 1;
+#pragma unroll 1
+  for (int slice = group; slice < slices; slice += L::kGroups) {
+    barrier_wait(shared + L::kFull + 8 * stage, phase);
+    multiply_slice<Config>(memory, shared, stage * L::kStage,
+                           L::kLow + group * L::kLows + turn * L::kBytesB, group, sums);
+    if (slice + L::kStages < slices) {  // the stage is wanted again
+      __syncwarp();
+      if (tells) {
+        barrier_arrive_at(shared + L::kEmpty + 8 * stage, lane);
+      }
+    }
+    turn ^= 1;
+    stage += L::kGroups;
+    if (stage >= L::kStages) {
+      stage -= L::kStages;
+      phase ^= 1;
+    }
+  }
+  if constexpr (L::kCluster > 1) {
+    cluster_arrive();  // all that others send here has come
+  }
+
+  named_barrier(1 + L::kGroups, L::kMultiply);  // the last slice has been read
+  float* const all = reinterpret_cast<float*>(memory);
+  const int row = threadIdx.x % 128 / 32 * 16 + lane / 4;
+  float* to = all + (group * L::kRows + row) * L::kPitch + lane % 4 * 2;
+#pragma unroll
+  for (int r = 0; r < L::kColumns / 2; r += 2) {
+    *reinterpret_cast<float2*>(to + r / 2 % 2 * 8 * L::kPitch + r / 4 * 8) =
+        float2{sums[r], sums[r + 1]};
+  }
+  float* const biases = reinterpret_cast<float*>(memory + L::kBias);
+  if (threadIdx.x < L::kColumns) {
+    biases[threadIdx.x] = bias;
+  }
+  named_barrier(1 + L::kGroups, L::kMultiply);  // sums and bias are readable
+  write_tile(p, place, all, biases);
+  if constexpr (L::kCluster > 1) {
+    cluster_wait();  // no block ends while another may still tell it that a stage is free
+  }
+}
