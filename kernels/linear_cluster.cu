@@ -1,21 +1,22 @@
-// linear_cluster.cu: matrix products with bias for few tokens, by TMA with multicast in clusters and
-// warpgroup products (sm_90a). All of depth is on its way early; nothing is made ready in memory.
+// linear_cluster.cu: products of one matrix with others, and bias, for few tokens: TMA with multicast
+// in clusters and warpgroup products (sm_90a). All of depth is on its way early, and nothing is made
+// ready in memory.
 //
-//   c[s][i,j] = bias[s][j] + sum_k a[s][i,k] * b[s][j,k]         for each s < products
+//   c[s][i,j] = bias[s][j] + sum_k a[i,k] * b[s][j,k]         for each s < products
 //
-// Shapes    a[s] (rows[s], depth[s]), b[s] (columns[s], depth[s]), depth inside both;
-//           c[s] (rows[s], columns[s]), columns inside, a multiple of 8
+// Shapes    a (rows, depth), b[s] (columns[s], depth), depth inside both;
+//           c[s] (rows, columns[s]), columns inside, a multiple of 8
 // Grid      x: clusters of kClusterM x kClusterN blocks, rows fastest in a cluster and from cluster to
-//           cluster; products follow one another. A block has one tile of c
-// Block     kGroups warpgroups that multiply and one whose first thread asks for boxes
+//           cluster. A block has one tile of all c side by side: it may lie in two or more of them
+// Block     kGroups warpgroups that multiply and one that asks for boxes, with a thread of each warp
 // Tile map  c tile 64 x kColumns; a slice is 128 bytes of depth (32 numbers of float32)
 //
 //                            cluster of 2 x 2: every block loads half of its a and half of its b,
-//              b0    b1      and what it loads arrives in both blocks of its row or its column
-//            +-----+-----+
-//         a0 |  0  |  2  |   slice n is multiplied by warpgroup n % kGroups, alone: its 64 x kColumns
-//            +-----+-----+   sums stay in registers, the groups' sums are added at the end, in order
-//         a1 |  1  |  3  |
+//              b0    b1      and what it loads arrives in both blocks of its row or its column.
+//            +-----+-----+   A half of b comes in boxes of kUnit columns, each of one b[s]
+//         a0 |  0  |  2  |
+//            +-----+-----+   slice n is multiplied by warpgroup n % kGroups, alone: its 64 x kColumns
+//         a1 |  1  |  3  |   sums stay in registers, the groups' sums are added at the end, in order
 //            +-----+-----+
 //
 // Pipeline  loader:     empty[stage] -> ask for a part of a, of b -> full[stage], here and elsewhere
@@ -50,6 +51,7 @@ struct Tiling {
   static constexpr int kRows = 64, kColumns = Config::kColumns;
   static constexpr int kClusterM = Config::kClusterM, kClusterN = Config::kClusterN;
   static constexpr int kCluster = kClusterM * kClusterN;
+  static constexpr int kPart = kColumns / kClusterM, kUnit = Config::kUnit;  // of b: loaded, a box
   static constexpr int kGroups = Config::kGroups, kStages = Config::kStages;
   static constexpr int kDepth = 128 / int(sizeof(T));  // of a slice
   static constexpr int kBytesA = kRows * 128, kBytesB = kColumns * 128;
@@ -67,36 +69,28 @@ struct Tiling {
   static constexpr int kEmpty = kFull + 8 * kStages;
 
   static_assert(Config::kThreads == kMultiply + 128 && kGroups >= 2 && kGroups <= 4, "warpgroups");
-  static_assert(kRows / kClusterN % 8 == 0 && kColumns / kClusterM % 8 == 0,
-                "parts of boxes begin at 1024-byte boundaries");
+  static_assert(kRows / kClusterN % 8 == 0 && kPart % kUnit == 0 && kUnit % 8 == 0,
+                "boxes begin at 1024-byte boundaries");
   static_assert(kColumns % 16 == 0, "chunks of b for every thread of a warpgroup");
   static_assert(kGroups * kRows * kPitch * 4 <= kLow, "sums fit the stages");
   static_assert(kColumns <= kMultiply, "a thread for each bias");
 };
 
-// Where a block is: in its cluster, and its tile in a result. Uniform in the block.
+// Where a block is: in its cluster, and its tile in all results side by side. Uniform in the block.
 template <class Config>
 struct Place {
   using L = Tiling<Config>;
-  int product, row, column;
+  int row, column;
   unsigned m, n;  // in the cluster
 
   __device__ explicit Place(const LinearHopperParams& p) {
-    const unsigned rank = blockIdx.x % L::kCluster;
+    const unsigned rank = blockIdx.x % L::kCluster, cluster = blockIdx.x / L::kCluster;
+    const unsigned along_m =
+        (unsigned(p.rows[0]) + L::kRows * L::kClusterM - 1) / (L::kRows * L::kClusterM);
     m = rank % L::kClusterM;
     n = rank / L::kClusterM;
-    int cluster = int(blockIdx.x / L::kCluster), along_m;
-    for (product = 0;; ++product) {  // the grid holds the tiles of all results
-      along_m = (p.rows[product] + L::kRows * L::kClusterM - 1) / (L::kRows * L::kClusterM);
-      const int along_n =
-          (p.columns[product] + L::kColumns * L::kClusterN - 1) / (L::kColumns * L::kClusterN);
-      if (cluster < along_m * along_n) {
-        break;
-      }
-      cluster -= along_m * along_n;
-    }
-    row = (cluster % along_m * L::kClusterM + int(m)) * L::kRows;
-    column = (cluster / along_m * L::kClusterN + int(n)) * L::kColumns;
+    row = int(cluster % along_m * L::kClusterM + m) * L::kRows;
+    column = int(cluster / along_m * L::kClusterN + n) * L::kColumns;
   }
 
   // Blocks of the cluster that have the same rows, or the same columns, as a set of ranks.
@@ -110,6 +104,19 @@ struct Place {
   }
   __device__ unsigned same_columns() const {
     return ((1u << L::kClusterM) - 1) << n * L::kClusterM;
+  }
+};
+
+// The result that has a column of all, and which of its columns that is. Columns after the last are
+// counted on in the last one.
+struct Column {
+  int product, column;
+
+  __device__ Column(const LinearHopperParams& p, int of_all) : product(0), column(of_all) {
+    while (product + 1 < p.products && column >= p.columns[product]) {
+      column -= p.columns[product];
+      ++product;
+    }
   }
 };
 
@@ -129,8 +136,8 @@ __device__ void linear_cluster_begin(const LinearHopperParams& p) {
       barrier_init(shared + L::kEmpty + 8 * i, 4 * (L::kClusterM + L::kClusterN - 1));
     }
     barrier_init_done();
+    prefetch_map(p.a_map[0]);
     for (int s = 0; s < p.products; ++s) {
-      prefetch_map(p.a_map[s]);
       prefetch_map(p.b_map[s]);
     }
   }
@@ -143,33 +150,52 @@ __device__ void linear_cluster_begin(const LinearHopperParams& p) {
   }
 }
 
-// All of the block's boxes, by one thread.
+// Ask for a box, for this block or for all `blocks` of the cluster.
+template <bool kShared>
+__device__ inline void load(unsigned to, const TensorMap& map, unsigned barrier, int k, int line,
+                            unsigned blocks) {
+  if constexpr (kShared) {
+    load_box(to, map, barrier, k, line, 0, blocks);
+  } else {
+    load_box(to, map, barrier, k, line, 0);
+  }
+}
+
+// The block's boxes of all slices, by a thread of each of four warps: the last asks for those of a,
+// units of b go round. A barrier that hears of bytes before it is told to expect them waits for both.
 template <class Config>
 __device__ inline void load_slices(const LinearHopperParams& p, const Place<Config>& place,
                                    unsigned shared, int slices) {
   using L = Tiling<Config>;
-  constexpr int kRows = L::kRows / L::kClusterN, kColumns = L::kColumns / L::kClusterM;
-  const int s = place.product;
-  const int row = place.row + int(place.n) * kRows, column = place.column + int(place.m) * kColumns;
+  constexpr int kRows = L::kRows / L::kClusterN, kUnits = L::kPart / L::kUnit;
+  constexpr int kMine = (kUnits + 3) / 4;
+  const int warp = threadIdx.x % 128 / 32;
+  const TensorMap* map[kMine];
+  int column[kMine];
+#pragma unroll
+  for (int i = 0; i < kMine; ++i) {
+    const Column at(p, place.column + int(place.m) * L::kPart + (warp + 4 * i) * L::kUnit);
+    map[i] = &p.b_map[at.product];
+    column[i] = at.column;
+  }
   const unsigned a = shared + place.n * kRows * 128;
-  const unsigned b = shared + L::kBytesA + place.m * kColumns * 128;
+  const unsigned b = shared + L::kBytesA + (place.m * L::kPart + warp * L::kUnit) * 128;
   unsigned stage = 0, phase = 1;
 #pragma unroll 1
-  for (int slice = 0; slice < slices; ++slice) {
-    const unsigned full = shared + L::kFull + 8 * stage;
+  for (int k = 0; k < slices * L::kDepth; k += L::kDepth) {
+    const unsigned full = shared + L::kFull + 8 * stage, at = stage * L::kStage;
     barrier_wait(shared + L::kEmpty + 8 * stage, phase);
-    barrier_expect(full, L::kStage);
-    if constexpr (L::kClusterN > 1) {
-      load_box(a + stage * L::kStage, p.a_map[s], full, slice * L::kDepth, row, 0,
-               place.same_rows());
-    } else {
-      load_box(a + stage * L::kStage, p.a_map[s], full, slice * L::kDepth, row, 0);
+    if (warp == 3) {
+      barrier_expect(full, L::kStage);
+      load<(L::kClusterN > 1)>(a + at, p.a_map[0], full, k, place.row + int(place.n) * kRows,
+                               place.same_rows());
     }
-    if constexpr (L::kClusterM > 1) {
-      load_box(b + stage * L::kStage, p.b_map[s], full, slice * L::kDepth, column, 0,
-               place.same_columns());
-    } else {
-      load_box(b + stage * L::kStage, p.b_map[s], full, slice * L::kDepth, column, 0);
+#pragma unroll
+    for (int i = 0; i < kMine; ++i) {
+      if (warp + 4 * i < kUnits) {
+        load<(L::kClusterM > 1)>(b + at + i * L::kUnit * 512, *map[i], full, k, column[i],
+                                 place.same_columns());
+      }
     }
     if (++stage == L::kStages) {
       stage = 0;
@@ -273,12 +299,13 @@ __device__ inline void write_tile(const LinearHopperParams& p, const Place<Confi
   using L = Tiling<Config>;
   using T = typename L::T;
   constexpr int kNumbers = 16 / int(sizeof(T)), kChunks = L::kColumns / kNumbers;
-  const int s = place.product;
 #pragma unroll
   for (int i = 0; i < (L::kRows * kChunks + L::kMultiply - 1) / L::kMultiply; ++i) {
     const int at = int(threadIdx.x) + i * L::kMultiply, line = at / kChunks;
     const int column = at % kChunks * kNumbers;
-    if (line >= min(L::kRows, p.rows[s] - place.row) || column >= p.columns[s] - place.column) {
+    const Column to(p, place.column + column);
+    const int s = to.product;
+    if (line >= min(L::kRows, p.rows[0] - place.row) || to.column >= p.columns[s]) {
       continue;
     }
     float y[kNumbers];
@@ -300,11 +327,11 @@ __device__ inline void write_tile(const LinearHopperParams& p, const Place<Confi
         finite = finite && is_finite(y[j + e]);
       }
     }
-    const int64 row = place.row + line, first = place.column + column;
+    const int64 row = place.row + line;
     if (L::kExact && !finite) {
       for (int e = 0; e < kNumbers; ++e) {
         if (!is_finite(y[e])) {
-          y[e] = one_number(p, s, row, first + e) + bias[column + e];
+          y[e] = one_number(p, s, row, to.column + e) + bias[column + e];
         }
       }
     }
@@ -317,7 +344,7 @@ __device__ inline void write_tile(const LinearHopperParams& p, const Place<Confi
         word[e] = __float_as_uint(y[e]);
       }
     }
-    *reinterpret_cast<uint4*>(static_cast<T*>(p.c[s].data) + row * p.c[s].row + first) =
+    *reinterpret_cast<uint4*>(static_cast<T*>(p.c[s].data) + row * p.c[s].row + to.column) =
         uint4{word[0], word[1], word[2], word[3]};
   }
 }
@@ -329,10 +356,10 @@ __device__ void linear_cluster(const LinearHopperParams& p) {
   extern __shared__ unsigned char memory[];
   const unsigned shared = shared_address(memory);
   const Place<Config> place(p);
-  const int s = place.product, slices = (p.depth[s] + L::kDepth - 1) / L::kDepth;
+  const int slices = (p.depth[0] + L::kDepth - 1) / L::kDepth;
   if (threadIdx.x >= L::kMultiply) {
     fewer_registers<24>();
-    if (threadIdx.x == L::kMultiply) {
+    if (threadIdx.x % 32 == 0) {
       load_slices(p, place, shared, slices);
     }
     return;
@@ -341,9 +368,12 @@ __device__ void linear_cluster(const LinearHopperParams& p) {
 
   // Asked for before the first slice, written to shared memory after the last.
   float bias = 0;
-  const int column = place.column + int(threadIdx.x);
-  if (p.bias[s] != nullptr && threadIdx.x < L::kColumns && column < p.columns[s]) {
-    bias = widen(static_cast<const T*>(p.bias[s])[column * p.bias_stride[s]]);
+  if (threadIdx.x < L::kColumns) {
+    const Column of(p, place.column + int(threadIdx.x));
+    const T* from = static_cast<const T*>(p.bias[of.product]);
+    if (from != nullptr && of.column < p.columns[of.product]) {
+      bias = widen(from[of.column * p.bias_stride[of.product]]);
+    }
   }
   // The same in all lanes, which the compiler cannot know.
   const int lane = threadIdx.x % 32, group = __shfl_sync(0xffffffffu, int(threadIdx.x) / 128, 0);

@@ -225,12 +225,11 @@ def test_clusters_do_products_of_few_tokens(dtype, precision, tokens, count):
     tiling = row.plan(problem, H200).tiling
     m, n = tiling.cluster
     assert step.kernel.cluster == m * n and step.grid[0] % (m * n) == 0
-    assert step.grid[0] == count * cdiv(cdiv(tokens, 64), m) * m * cdiv(
-        cdiv(512, tiling.columns), n) * n
+    assert step.grid[0] == cdiv(tokens, 64 * m) * m * cdiv(512 * count, tiling.columns * n) * n
     # each block loads its part of both operands of the tiles of its row and column of the cluster
+    assert step.maps["a_map.0"].box[1] * n == 64
     for s in range(count):
-        assert step.maps[f"a_map.{s}"].box[1] * n == 64
-        assert step.maps[f"b_map.{s}"].box[1] * m == tiling.columns
+        assert tiling.columns // m % step.maps[f"b_map.{s}"].box[1] == 0
 
 
 def test_the_tiling_taken_is_the_cheapest():
@@ -260,6 +259,7 @@ def test_clusters_leave_many_tokens_and_sums_to_others():
     assert "by the cost rule, hopper_fp32" in row.refuses(projections("f32", 2048, count=1), H200)
     assert "waves" in row.refuses(projections("f32", 8192), H200)
     assert "add" in row.refuses(replace(projections("f32"), summed=True), H200)
+    assert "differ in a" in row.refuses(with_matrix(projections("f32"), "a", buffer="y"), H200)
     with _select.force("cluster_"):
         assert chosen(projections("f32", 8192), H200) == row
 
@@ -343,12 +343,14 @@ def numbers(seed, shape, dtype):
 
 
 def build(kind, dtype, sizes, along_a=True, along_b=True, *, precision="fp32", summed=False,
-          bias=True, off=0, make=numbers):
+          bias=True, off=0, make=numbers, one_a=False):
     """Return the problem, its memory and what its results should be, exactly and plainly."""
     memory, products, terms = Memory(kind, DTYPES[dtype]), [], []
     for i, (rows, columns, depth) in enumerate(sizes):
-        a, b = make(3 * i, (rows, depth), dtype), make(3 * i + 1, (columns, depth), dtype)
-        views = memory.put(f"a{i}", a, along_a), memory.put(f"b{i}", b, along_b)
+        a = terms[0][0] if one_a and i else make(3 * i, (rows, depth), dtype)
+        b = make(3 * i + 1, (columns, depth), dtype)
+        views = (products[0].a if one_a and i else memory.put(f"a{i}", a, along_a),
+                 memory.put(f"b{i}", b, along_b))
         has_bias = bias and not (summed and i)
         of_bias = mk(3 * i + 2, (columns,), dtype) if has_bias else None
         if has_bias:  # every other element of a longer vector
@@ -434,7 +436,7 @@ def test_layouts_and_odd_sizes(cupy_kind, row, along):
 
 
 @pytest.mark.gpu
-@each_row()
+@each_row((*HOPPER, *OTHERS))
 def test_products_of_one_launch(cupy_kind, row):
     for sizes, bias in (([(70, 64, 96), (70, 48, 96), (70, 136, 96), (24, 8, 32)], True),
                         ([(40, 24, 64), (130, 8, 320)], False)):
@@ -446,10 +448,24 @@ def test_products_of_one_launch(cupy_kind, row):
 
 @pytest.mark.gpu
 @each_row(CLUSTER)
+@pytest.mark.parametrize("columns", [(64, 48, 136, 8), (96, 160, 24)])
+def test_products_of_one_matrix(cupy_kind, row, columns):
+    """Tiles lie in two results or more, and clusters stick out of them all."""
+    unit = row.tilings[0].unit
+    sizes = [(200, cdiv(n, unit) * unit, 96) for n in columns[:-1]] + [(200, columns[-1], 96)]
+    for bias in (True, False):
+        problem, memory, total = build(cupy_kind, row.dtype, sizes, bias=bias, one_a=True,
+                                       precision=precision_of(row))
+        takes(row, problem)
+        hold(row, problem, memory, total)
+
+
+@pytest.mark.gpu
+@each_row(CLUSTER)
 def test_many_slices_in_few_stages(cupy_kind, row):
-    """Stages are taken again, and clusters stick out of results in both directions."""
-    for sizes in ([(70, 40, 4100), (70, 40, 1000)], [(130, 72, 2050)], [(1, 8, 3000)]):
-        problem, memory, total = build(cupy_kind, row.dtype, sizes, precision=precision_of(row))
+    """Stages are taken again."""
+    for size in ((70, 40, 4100), (130, 72, 2050), (1, 8, 3000)):
+        problem, memory, total = build(cupy_kind, row.dtype, [size], precision=precision_of(row))
         takes(row, problem)
         hold(row, problem, memory, total)
 

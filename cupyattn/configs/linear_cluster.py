@@ -20,13 +20,21 @@ _MOST_WAVES = 4  # of blocks one after the other; rows whose blocks stay do more
 
 
 class Tiling(NamedTuple):
-    """A tile's columns, what multiplies it, blocks of a cluster, the time of a slice in us."""
+    """A tile's columns, what multiplies it, blocks of a cluster, the time of a slice in us.
+
+    Tiles go over the columns of all results; a box of `unit` columns is of one operand.
+    """
 
     columns: int
     groups: int  # warpgroups, which take slices in turn
     stages: int
     cluster: tuple[int, int]  # along rows, along columns
     slice_us: float
+
+    @property
+    def unit(self) -> int:
+        part = self.columns // self.cluster[0]
+        return min(part & -part, 32)
 
 
 class Plan(NamedTuple):
@@ -81,7 +89,16 @@ class Cluster(Row):
                             "16-byte steps along its columns")
             if product.b.rows % 8:
                 return f"{product.b.rows} columns are not a multiple of 8"
+        if len({product.a for product in problem.products}) > 1:
+            return "products differ in a"
+        if not self._fitting(problem):
+            return "no tiling has boxes that each of the results is made of"
         return None
+
+    def _fitting(self, problem: Problem) -> list[Tiling]:
+        """Return the tilings none of whose boxes lies in two operands."""
+        return [tiling for tiling in self.tilings
+                if not any(p.b.rows % tiling.unit for p in problem.products[:-1])]
 
     def _rival(self, problem: Problem, device: Device) -> tuple[float, str] | None:
         """Return the least time, and the row, of the other rows on matrix units."""
@@ -97,9 +114,9 @@ class Cluster(Row):
         A block has a multiprocessor for itself. Clusters keep within one of the device's groups of
         16 or 18 multiprocessors, so those of four blocks leave some of them over.
         """
-        slices = max(cdiv(p.a.columns * ITEMSIZE[self.dtype], _LINE) for p in problem.products)
+        slices = cdiv(problem.products[0].a.columns * ITEMSIZE[self.dtype], _LINE)
         plans = []
-        for tiling in self.tilings:
+        for tiling in self._fitting(problem):
             whole = 2 if tiling.cluster[0] * tiling.cluster[1] <= 2 else 16
             together = max(1, device.multiprocessors // whole) * whole
             waves = cdiv(_blocks(problem, tiling), together)
@@ -108,14 +125,14 @@ class Cluster(Row):
         return min(plans, key=lambda plan: plan.us)
 
     def _kernel(self, tiling: Tiling) -> Kernel:
-        numbers = {"Columns": tiling.columns, "Groups": tiling.groups, "Stages": tiling.stages,
-                   "ClusterM": tiling.cluster[0], "ClusterN": tiling.cluster[1]}
         m, n = tiling.cluster
+        numbers = {"Columns": tiling.columns, "Groups": tiling.groups, "Stages": tiling.stages,
+                   "Unit": tiling.unit, "ClusterM": m, "ClusterN": n}
         return Kernel(f"linear__{self.name}__c{tiling.columns}_{m}x{n}", "linear_cluster.cu",
                       "linear_cluster", "LinearHopperParams",
                       (f"using T = {CTYPE[self.dtype]};",
                        f"static constexpr bool kTf32 = {str(self.precision == 'tf32').lower()};",
-                       *(f"static constexpr int k{k} = {n};" for k, n in numbers.items())),
+                       *(f"static constexpr int k{k} = {x};" for k, x in numbers.items())),
                       128 * (tiling.groups + 1), target="sm_90a", cluster=m * n,
                       early="linear_cluster_begin")
 
@@ -125,13 +142,12 @@ class Cluster(Row):
     def program(self, problem: Problem, device: Device) -> Program:
         tiling = self.plan(problem, device).tiling
         numbers, buffers = values(problem)
-        maps = {}
+        a = problem.products[0].a
+        maps = {"a_map.0": self._map(a, _ROWS // tiling.cluster[1])}
+        buffers["a_map.0.address"] = a.buffer
         for s, product in enumerate(problem.products):
-            m, n = tiling.cluster
-            maps[f"a_map.{s}"] = self._map(product.a, _ROWS // n)
-            maps[f"b_map.{s}"] = self._map(product.b, tiling.columns // m)
-            buffers |= {f"a_map.{s}.address": product.a.buffer,
-                        f"b_map.{s}.address": product.b.buffer}
+            maps[f"b_map.{s}"] = self._map(product.b, tiling.unit)
+            buffers[f"b_map.{s}.address"] = product.b.buffer
         return Program((Step(self._kernel(tiling), (_blocks(problem, tiling), 1, 1), numbers,
                              buffers, shared=self._shared(tiling), maps=maps),))
 
@@ -151,19 +167,19 @@ class Cluster(Row):
 def _blocks(problem: Problem, tiling: Tiling) -> int:
     """Return the blocks of whole clusters that cover all results."""
     m, n = tiling.cluster
-    return m * n * sum(cdiv(p.a.rows, _ROWS * m) * cdiv(p.b.rows, tiling.columns * n)
-                       for p in problem.products)
+    columns = sum(p.b.rows for p in problem.products)
+    return m * n * cdiv(problem.products[0].a.rows, _ROWS * m) * cdiv(columns, tiling.columns * n)
 
 
 # columns, groups, stages, cluster, slice_us
 _SINGLE = (Tiling(16, 3, 16, (2, 2), 0.112), Tiling(32, 3, 14, (2, 2), 0.135),
-           Tiling(64, 3, 12, (2, 2), 0.180), Tiling(112, 3, 9, (2, 1), 0.336))
+           Tiling(48, 3, 14, (2, 2), 0.157), Tiling(64, 3, 12, (2, 2), 0.180),
+           Tiling(96, 3, 10, (2, 1), 0.314))
 
 ROWS = (
     Cluster("f32", "fp32", (Tiling(16, 3, 16, (2, 2), 0.13), Tiling(32, 3, 16, (2, 2), 0.18),
-                            Tiling(48, 3, 13, (2, 1), 0.25), Tiling(64, 2, 12, (2, 2), 0.29),
-                            Tiling(80, 2, 10, (2, 1), 0.35), Tiling(96, 2, 8, (2, 1), 0.40),
-                            Tiling(112, 2, 7, (2, 1), 0.46))),
+                            Tiling(48, 3, 13, (2, 2), 0.24), Tiling(64, 2, 12, (2, 2), 0.29),
+                            Tiling(80, 2, 10, (2, 1), 0.35), Tiling(96, 2, 8, (2, 1), 0.40))),
     Cluster("f32", "tf32", _SINGLE),
     *(Cluster(dtype, "", _SINGLE) for dtype in ("bf16", "f16")),
 )
