@@ -292,26 +292,37 @@ __device__ inline void multiply_slice(unsigned char* memory, unsigned shared, in
   }
 }
 
-// The tile of c from the warpgroups' sums: chunks of 16 bytes, a row's by neighbouring threads.
+// A thread's chunks of 16 bytes of the tile, neighbours' in a row beside one another.
 template <class Config>
-__device__ inline void write_tile(const LinearHopperParams& p, const Place<Config>& place,
+struct Chunks {
+  using L = Tiling<Config>;
+  static constexpr int kNumbers = 16 / int(sizeof(typename L::T)), kOfRow = L::kColumns / kNumbers;
+  static constexpr int kCount = (L::kRows * kOfRow + L::kMultiply - 1) / L::kMultiply;
+
+  __device__ static int line(int i) { return (int(threadIdx.x) + i * L::kMultiply) / kOfRow; }
+  __device__ static int column(int i) {
+    return (int(threadIdx.x) + i * L::kMultiply) % kOfRow * kNumbers;
+  }
+};
+
+// The tile of c from the warpgroups' sums. Returns whether all numbers of the thread are finite.
+template <class Config>
+__device__ inline bool write_tile(const LinearHopperParams& p, const Place<Config>& place,
                                   const float* sums, const float* bias) {
   using L = Tiling<Config>;
   using T = typename L::T;
-  constexpr int kNumbers = 16 / int(sizeof(T)), kChunks = L::kColumns / kNumbers;
+  using C = Chunks<Config>;
+  bool finite = true;
 #pragma unroll
-  for (int i = 0; i < (L::kRows * kChunks + L::kMultiply - 1) / L::kMultiply; ++i) {
-    const int at = int(threadIdx.x) + i * L::kMultiply, line = at / kChunks;
-    const int column = at % kChunks * kNumbers;
+  for (int i = 0; i < C::kCount; ++i) {
+    const int line = C::line(i), column = C::column(i);
     const Column to(p, place.column + column);
-    const int s = to.product;
-    if (line >= min(L::kRows, p.rows[0] - place.row) || to.column >= p.columns[s]) {
+    if (line >= min(L::kRows, p.rows[0] - place.row) || to.column >= p.columns[to.product]) {
       continue;
     }
-    float y[kNumbers];
-    bool finite = true;
+    float y[C::kNumbers];
 #pragma unroll
-    for (int j = 0; j < kNumbers; j += 4) {
+    for (int j = 0; j < C::kNumbers; j += 4) {
       const float* from = sums + line * L::kPitch + column + j;
       float4 sum = *reinterpret_cast<const float4*>(from);
 #pragma unroll
@@ -320,32 +331,43 @@ __device__ inline void write_tile(const LinearHopperParams& p, const Place<Confi
             *reinterpret_cast<const float4*>(from + group * L::kRows * L::kPitch);
         sum = float4{sum.x + more.x, sum.y + more.y, sum.z + more.z, sum.w + more.w};
       }
-      const float four[4] = {sum.x, sum.y, sum.z, sum.w};
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        y[j + e] = four[e] + bias[column + j + e];
-        finite = finite && is_finite(y[j + e]);
-      }
+      const float4 of_bias = *reinterpret_cast<const float4*>(bias + column + j);
+      y[j] = sum.x + of_bias.x;
+      y[j + 1] = sum.y + of_bias.y;
+      y[j + 2] = sum.z + of_bias.z;
+      y[j + 3] = sum.w + of_bias.w;
+    }
+    T* const c = static_cast<T*>(p.c[to.product].data) +
+                 (place.row + line) * p.c[to.product].row + to.column;
+    if constexpr (sizeof(T) == 2) {
+      *reinterpret_cast<uint4*>(c) = uint4{pack<T>(y[0], y[1]), pack<T>(y[2], y[3]),
+                                           pack<T>(y[4], y[5]), pack<T>(y[6], y[7])};
+    } else {
+      *reinterpret_cast<float4*>(c) = float4{y[0], y[1], y[2], y[3]};
+      finite = finite && is_finite(y[0]) && is_finite(y[1]) && is_finite(y[2]) && is_finite(y[3]);
+    }
+  }
+  return finite;
+}
+
+// Compute those of the thread's numbers again that are not finite.
+template <class Config>
+__device__ inline void correct_tile(const LinearHopperParams& p, const Place<Config>& place,
+                                    const float* bias) {
+  using L = Tiling<Config>;
+  using C = Chunks<Config>;
+#pragma unroll 1
+  for (int n = 0; n < C::kCount * C::kNumbers; ++n) {
+    const int line = C::line(n / C::kNumbers), column = C::column(n / C::kNumbers) + n % C::kNumbers;
+    const Column to(p, place.column + column);
+    if (line >= min(L::kRows, p.rows[0] - place.row) || to.column >= p.columns[to.product]) {
+      continue;
     }
     const int64 row = place.row + line;
-    if (L::kExact && !finite) {
-      for (int e = 0; e < kNumbers; ++e) {
-        if (!is_finite(y[e])) {
-          y[e] = one_number(p, s, row, to.column + e) + bias[column + e];
-        }
-      }
+    float* c = static_cast<float*>(p.c[to.product].data) + row * p.c[to.product].row + to.column;
+    if (!is_finite(*c)) {
+      *c = one_number(p, to.product, row, to.column) + bias[column];
     }
-    unsigned word[4];
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      if constexpr (sizeof(T) == 2) {
-        word[e] = pack<T>(y[2 * e], y[2 * e + 1]);
-      } else {
-        word[e] = __float_as_uint(y[e]);
-      }
-    }
-    *reinterpret_cast<uint4*>(static_cast<T*>(p.c[s].data) + row * p.c[s].row + to.column) =
-        uint4{word[0], word[1], word[2], word[3]};
   }
 }
 
@@ -421,7 +443,12 @@ __device__ void linear_cluster(const LinearHopperParams& p) {
     biases[threadIdx.x] = bias;
   }
   named_barrier(1 + L::kGroups, L::kMultiply);  // sums and bias are readable
-  write_tile(p, place, all, biases);
+  const bool finite = write_tile(p, place, all, biases);
+  if constexpr (L::kExact) {
+    if (!finite) {
+      correct_tile(p, place, biases);
+    }
+  }
   if constexpr (L::kCluster > 1) {
     cluster_wait();  // no block ends while another may still tell it that a stage is free
   }

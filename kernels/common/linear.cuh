@@ -13,6 +13,7 @@ __device__ inline float one_number(const LinearHopperParams& p, int s, int64 row
   for (int term = s; term < (p.summed ? p.products : s + 1); ++term) {
     const float* a = static_cast<const float*>(p.a[term].data) + row * p.a[term].row;
     const float* b = static_cast<const float*>(p.b[term].data) + column * p.b[term].row;
+#pragma unroll 4
     for (int k = 0; k < p.depth[term]; ++k) {
       sum = fmaf(a[k * p.a[term].column], b[k * p.b[term].column], sum);
     }

@@ -103,9 +103,10 @@ __device__ inline void named_arrive(unsigned number, unsigned count) {
   asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(count) : "memory");
 }
 
-// All threads of a cluster arrive, and wait for those that have not ended.
+// All threads of a cluster arrive, and wait for those that have not ended. No memory but barriers that
+// are ready (`barrier_init_done`) is passed on.
 __device__ inline void cluster_arrive() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 __device__ inline void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
