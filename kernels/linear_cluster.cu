@@ -8,21 +8,22 @@
 //           c[s] (rows, columns[s]), columns inside, a multiple of 8
 // Grid      x: clusters of kClusterM x kClusterN blocks, rows fastest in a cluster and from cluster to
 //           cluster. A block has one tile of all c side by side: it may lie in two or more of them
-// Block     kGroups warpgroups that multiply and one that asks for boxes, with a thread of each warp
-// Tile map  c tile 64 x kColumns; a slice is 128 bytes of depth (32 numbers of float32)
+// Block     kTeams teams of kHalves warpgroups that multiply, 64 rows each, and one warpgroup that
+//           asks for boxes, with a thread of each warp
+// Tile map  c tile kRows x kColumns; a slice is 128 bytes of depth (32 numbers of float32)
 //
 //                            cluster of 2 x 2: every block loads half of its a and half of its b,
 //              b0    b1      and what it loads arrives in both blocks of its row or its column.
 //            +-----+-----+   A half of b comes in boxes of kUnit columns, each of one b[s]
 //         a0 |  0  |  2  |
-//            +-----+-----+   slice n is multiplied by warpgroup n % kGroups, alone: its 64 x kColumns
-//         a1 |  1  |  3  |   sums stay in registers, the groups' sums are added at the end, in order
+//            +-----+-----+   slice n is multiplied by team n % kTeams, alone: its sums stay in
+//         a1 |  1  |  3  |   registers, and those of all teams are added at the end, in order
 //            +-----+-----+
 //
-// Pipeline  loader:     empty[stage] -> ask for a part of a, of b -> full[stage], here and elsewhere
-//           warpgroup:  full[stage] -> operands -> products -> empty[stage], here and elsewhere
-//           end:        groups' sums to shared memory -> added, bias, rounding, c by 16 bytes
-//           While one warpgroup makes its operands ready, the products of others run
+// Pipeline  loader:  empty[stage] -> ask for a part of a, of b -> full[stage], here and elsewhere
+//           team:    full[n] -> numbers of n -> operands -> products of n -> empty[n], here and elsewhere
+//                    While they run, it takes the numbers of its next slice
+//           end:     teams' sums to shared memory -> added, bias, rounding, c by 16 bytes
 // Operands  a by ldmatrix in registers, b where the boxes have put it
 // float32   a number is the sum of two TF32 numbers, x = high + low, but for 2^-24 of it. Three
 //           products: low high + high low + high high. Matrix units drop the lower 13 bits of an
@@ -34,8 +35,8 @@
 //           kTf32: one product, operands rounded by the copy engine
 // Banks     a: eight lanes of an ldmatrix read eight chunks of a swizzled tile; b: lanes read and write
 //           neighbouring chunks; sums: rows are 8 numbers longer than the tile
-// Per slice (16384 + 768 kColumns) / 128 clocks of shared memory in float32 (copies of a and b in, a and
-//           b out once, the low part of b in, b three times for products), 6 kColumns of products
+// Per slice in float32, in clocks: products 6 kHalves kColumns; shared memory 2 kRows (a in and out) +
+//           3 kColumns (b in and out, its low part in) + 3 kHalves kColumns (b for products)
 // Limits    sm_90a; 16-byte strides and addresses; fewer than 2^30 of each extent
 #include "common/linear.cuh"
 #include "common/mma.cuh"
@@ -48,43 +49,52 @@ template <class Config>
 struct Tiling {
   using T = typename Config::T;
   static constexpr bool kExact = sizeof(T) == 4 && !Config::kTf32;
-  static constexpr int kRows = 64, kColumns = Config::kColumns;
+  static constexpr int kHalves = Config::kHalves, kTeams = Config::kTeams;
+  static constexpr int kRows = 64 * kHalves, kColumns = Config::kColumns;
   static constexpr int kClusterM = Config::kClusterM, kClusterN = Config::kClusterN;
   static constexpr int kCluster = kClusterM * kClusterN;
   static constexpr int kPart = kColumns / kClusterM, kUnit = Config::kUnit;  // of b: loaded, a box
-  static constexpr int kGroups = Config::kGroups, kStages = Config::kStages;
+  static constexpr int kStages = Config::kStages;
   static constexpr int kDepth = 128 / int(sizeof(T));  // of a slice
   static constexpr int kBytesA = kRows * 128, kBytesB = kColumns * 128;
   static constexpr int kStage = kBytesA + kBytesB;
-  static constexpr int kMultiply = 128 * kGroups;  // threads that multiply
-  static constexpr int kRegisters = kGroups == 2 ? 240 : kGroups == 3 ? 160 : 112;  // of each
+  static constexpr int kTeam = 128 * kHalves, kMultiply = kTeam * kTeams;  // threads that multiply
+  static constexpr int kRegisters = kMultiply == 256 ? 240 : kMultiply == 384 ? 160 : 112;
   static constexpr int kPitch = kColumns + 8;      // floats of a row of sums
 
-  // Bytes from the begin of shared memory. A warpgroup has two buffers for low parts of b: where it
-  // waits for its warps to have written one, they all have ended the products with the other.
+  // Bytes from the begin of shared memory. A team has two buffers for low parts of b: where its warps
+  // wait for one another to have written one, they all have ended the products with the other.
   static constexpr int kLow = kStages * kStage;
   static constexpr int kLows = kExact ? 2 * kBytesB : 0;
-  static constexpr int kBias = kLow + kGroups * kLows;
+  static constexpr int kBias = kLow + kTeams * kLows;
   static constexpr int kFull = kBias + 4 * kColumns;
   static constexpr int kEmpty = kFull + 8 * kStages;
 
-  static_assert(Config::kThreads == kMultiply + 128 && kGroups >= 2 && kGroups <= 4, "warpgroups");
+  static_assert(Config::kThreads == kMultiply + 128 && kMultiply >= 256 && kMultiply <= 512,
+                "registers for two to four warpgroups");
+  static_assert(kStages > kTeams, "a stage to load into while teams wait for their next slices");
   static_assert(kRows / kClusterN % 8 == 0 && kPart % kUnit == 0 && kUnit % 8 == 0,
                 "boxes begin at 1024-byte boundaries");
-  static_assert(kColumns % 16 == 0, "chunks of b for every thread of a warpgroup");
-  static_assert(kGroups * kRows * kPitch * 4 <= kLow, "sums fit the stages");
+  static_assert(kColumns % (16 * kHalves) == 0, "chunks of b for every thread of a team");
+  static_assert(kTeams * kRows * kPitch * 4 <= kLow, "sums fit the stages");
   static_assert(kColumns <= kMultiply, "a thread for each bias");
 };
 
 // Where a block is: in its cluster, and its tile in all results side by side. Uniform in the block.
+// Made again where it is wanted: kept, it would take registers through the products, and where two
+// branches of different registers share a number it goes to memory.
 template <class Config>
 struct Place {
   using L = Tiling<Config>;
-  int row, column;
+  int row, column, slices;
   unsigned m, n;  // in the cluster
 
   __device__ explicit Place(const LinearHopperParams& p) {
-    const unsigned rank = blockIdx.x % L::kCluster, cluster = blockIdx.x / L::kCluster;
+    unsigned block = blockIdx.x;
+    int depth = p.depth[0];
+    asm volatile("" : "+r"(block), "+r"(depth));
+    slices = (depth + L::kDepth - 1) / L::kDepth;
+    const unsigned rank = block % L::kCluster, cluster = block / L::kCluster;
     const unsigned along_m =
         (unsigned(p.rows[0]) + L::kRows * L::kClusterM - 1) / (L::kRows * L::kClusterM);
     m = rank % L::kClusterM;
@@ -105,6 +115,7 @@ struct Place {
   __device__ unsigned same_columns() const {
     return ((1u << L::kClusterM) - 1) << n * L::kClusterM;
   }
+  __device__ unsigned others() const { return same_rows() | same_columns(); }  // and itself
 };
 
 // The result that has a column of all, and which of its columns that is. Columns after the last are
@@ -132,8 +143,8 @@ __device__ void linear_cluster_begin(const LinearHopperParams& p) {
   if (threadIdx.x == 0) {
     for (int i = 0; i < L::kStages; ++i) {
       barrier_init(shared + L::kFull + 8 * i, 1);
-      // The warps of a warpgroup, in every block that gets a part of this one's boxes.
-      barrier_init(shared + L::kEmpty + 8 * i, 4 * (L::kClusterM + L::kClusterN - 1));
+      // The warps of a team, in every block that gets a part of this one's boxes.
+      barrier_init(shared + L::kEmpty + 8 * i, L::kTeam / 32 * (L::kClusterM + L::kClusterN - 1));
     }
     barrier_init_done();
     prefetch_map(p.a_map[0]);
@@ -164,9 +175,9 @@ __device__ inline void load(unsigned to, const TensorMap& map, unsigned barrier,
 // The block's boxes of all slices, by a thread of each of four warps: the last asks for those of a,
 // units of b go round. A barrier that hears of bytes before it is told to expect them waits for both.
 template <class Config>
-__device__ inline void load_slices(const LinearHopperParams& p, const Place<Config>& place,
-                                   unsigned shared, int slices) {
+__device__ inline void load_slices(const LinearHopperParams& p, unsigned shared) {
   using L = Tiling<Config>;
+  const Place<Config> place(p);
   constexpr int kRows = L::kRows / L::kClusterN, kUnits = L::kPart / L::kUnit;
   constexpr int kMine = (kUnits + 3) / 4;
   const int warp = threadIdx.x % 128 / 32;
@@ -182,7 +193,7 @@ __device__ inline void load_slices(const LinearHopperParams& p, const Place<Conf
   const unsigned b = shared + L::kBytesA + (place.m * L::kPart + warp * L::kUnit) * 128;
   unsigned stage = 0, phase = 1;
 #pragma unroll 1
-  for (int k = 0; k < slices * L::kDepth; k += L::kDepth) {
+  for (int k = 0; k < place.slices * L::kDepth; k += L::kDepth) {
     const unsigned full = shared + L::kFull + 8 * stage, at = stage * L::kStage;
     barrier_wait(shared + L::kEmpty + 8 * stage, phase);
     if (warp == 3) {
@@ -217,78 +228,37 @@ __device__ inline unsigned low_part(float x) { return nearest(rest(x, __float_as
 
 // --------------------------------------------------------------------------------------- kernel
 
-// sums += a b^T over a slice, by warpgroup `group`. `stage`, `to`: where the slice is, and where low
-// parts of b go, in bytes.
+// A thread's numbers of a slice of a, as its warpgroup's products take them; in float32 as they are.
+// Of b the thread writes its share of the low parts. `stage`, `to`: where the slice is, and where low
+// parts go, in bytes.
 template <class Config>
-__device__ inline void multiply_slice(unsigned char* memory, unsigned shared, int stage, int to,
-                                      int group, float (&sums)[Tiling<Config>::kColumns / 2]) {
+__device__ inline void take_slice(unsigned char* memory, unsigned shared, int stage, int to,
+                                  unsigned (&a)[4][4]) {
   using L = Tiling<Config>;
-  using T = typename L::T;
-  const int thread = threadIdx.x % 128, lane = thread % 32, row = thread / 32 * 16 + lane % 16;
-  unsigned a[4][4];
+  const int thread = threadIdx.x % L::kTeam, lane = thread % 32, row = thread / 32 * 16 + lane % 16;
+  if constexpr (L::kExact) {
+    constexpr int kChunks = L::kBytesB / 16 / L::kTeam;
+    const float4* from = reinterpret_cast<const float4*>(memory + stage + L::kBytesA) + thread;
+    uint4* low = reinterpret_cast<uint4*>(memory + to) + thread;
+    constexpr int kAhead = kChunks % 4 == 0 ? 4 : kChunks % 3 == 0 ? 3 : kChunks;
+#pragma unroll
+    for (int first = 0; first < kChunks; first += kAhead) {
+      float4 x[kAhead];  // loads that are asked for before the first use
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        x[i] = from[(first + i) * L::kTeam];
+      }
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        low[(first + i) * L::kTeam] =
+            uint4{low_part(x[i].x), low_part(x[i].y), low_part(x[i].z), low_part(x[i].w)};
+      }
+    }
+    publish_to_copies();
+  }
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     load_matrices(a[i], shared + stage + row * 128 + ((2 * i + lane / 16) ^ lane % 8) * 16);
-  }
-  const unsigned long long b = tile_descriptor(shared + stage + L::kBytesA, 16);
-  if constexpr (L::kExact) {
-    constexpr int kChunks = L::kColumns / 16;  // of 16 bytes of b, of a thread
-    const float4* from = reinterpret_cast<const float4*>(memory + stage + L::kBytesA) + thread;
-    uint4* low_to = reinterpret_cast<uint4*>(memory + to) + thread;
-    float4 x[kChunks];  // all loads are asked for before the first use
-#pragma unroll
-    for (int i = 0; i < kChunks; ++i) {
-      x[i] = from[i * 128];
-    }
-#pragma unroll
-    for (int i = 0; i < kChunks; ++i) {
-      low_to[i * 128] =
-          uint4{low_part(x[i].x), low_part(x[i].y), low_part(x[i].z), low_part(x[i].w)};
-    }
-    unsigned low[4][4];
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      const float x = __uint_as_float(a[i / 4][i % 4]);
-      a[i / 4][i % 4] = nearest(x);
-      low[i / 4][i % 4] = nearest(rest(x, nearest(x)));
-    }
-    const unsigned long long low_b = tile_descriptor(shared + to, 16);
-    float part[2][L::kColumns / 2];  // of 16 of depth each
-    publish_to_copies();
-    named_barrier(1 + group, 128);  // low parts of b are readable
-    hold(part[0]);
-    hold(part[1]);
-    warpgroup_arrive();
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      multiply_lines<T>(part[i / 2], low[i], b + 2 * i, i % 2);
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      multiply_lines<T>(part[i / 2], a[i], low_b + 2 * i, 1);
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      multiply_lines<T>(part[i / 2], a[i], b + 2 * i, 1);
-    }
-    warpgroup_commit();
-    warpgroup_wait<0>();
-    hold(part[0]);
-    hold(part[1]);
-#pragma unroll
-    for (int r = 0; r < L::kColumns / 2; ++r) {
-      sums[r] += part[0][r] + part[1][r];
-    }
-  } else {
-    hold(sums);
-    warpgroup_arrive();
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      multiply_lines<T>(sums, a[i], b + 2 * i, 1);
-    }
-    warpgroup_commit();
-    warpgroup_wait<0>();
-    hold(sums);
   }
 }
 
@@ -305,7 +275,7 @@ struct Chunks {
   }
 };
 
-// The tile of c from the warpgroups' sums. Returns whether all numbers of the thread are finite.
+// The tile of c from the teams' sums. Returns whether all numbers of the thread are finite.
 template <class Config>
 __device__ inline bool write_tile(const LinearHopperParams& p, const Place<Config>& place,
                                   const float* sums, const float* bias) {
@@ -326,9 +296,8 @@ __device__ inline bool write_tile(const LinearHopperParams& p, const Place<Confi
       const float* from = sums + line * L::kPitch + column + j;
       float4 sum = *reinterpret_cast<const float4*>(from);
 #pragma unroll
-      for (int group = 1; group < L::kGroups; ++group) {
-        const float4 more =
-            *reinterpret_cast<const float4*>(from + group * L::kRows * L::kPitch);
+      for (int team = 1; team < L::kTeams; ++team) {
+        const float4 more = *reinterpret_cast<const float4*>(from + team * L::kRows * L::kPitch);
         sum = float4{sum.x + more.x, sum.y + more.y, sum.z + more.z, sum.w + more.w};
       }
       const float4 of_bias = *reinterpret_cast<const float4*>(bias + column + j);
@@ -377,76 +346,135 @@ __device__ void linear_cluster(const LinearHopperParams& p) {
   using T = typename L::T;
   extern __shared__ unsigned char memory[];
   const unsigned shared = shared_address(memory);
-  const Place<Config> place(p);
-  const int slices = (p.depth[0] + L::kDepth - 1) / L::kDepth;
   if (threadIdx.x >= L::kMultiply) {
     fewer_registers<24>();
     if (threadIdx.x % 32 == 0) {
-      load_slices(p, place, shared, slices);
+      load_slices<Config>(p, shared);
     }
     return;
   }
   more_registers<L::kRegisters>();
 
-  // Asked for before the first slice, written to shared memory after the last.
-  float bias = 0;
-  if (threadIdx.x < L::kColumns) {
+  float* const bias = reinterpret_cast<float*>(memory + L::kBias);
+  if (threadIdx.x < L::kColumns) {  // while the first slices are on their way
+    const Place<Config> place(p);
     const Column of(p, place.column + int(threadIdx.x));
     const T* from = static_cast<const T*>(p.bias[of.product]);
-    if (from != nullptr && of.column < p.columns[of.product]) {
-      bias = widen(from[of.column * p.bias_stride[of.product]]);
-    }
+    bias[threadIdx.x] = from != nullptr && of.column < p.columns[of.product]
+                            ? widen(from[of.column * p.bias_stride[of.product]])
+                            : 0.0f;
   }
+  const int lane = threadIdx.x % 32, thread = threadIdx.x % L::kTeam;
   // The same in all lanes, which the compiler cannot know.
-  const int lane = threadIdx.x % 32, group = __shfl_sync(0xffffffffu, int(threadIdx.x) / 128, 0);
-  const bool tells = (place.same_rows() | place.same_columns()) >> lane & 1;  // a block of that rank
+  const int team = __shfl_sync(0xffffffffu, int(threadIdx.x) / L::kTeam, 0);
+  const Place<Config> before(p);
+  const int slices = before.slices;
+  const bool tells = before.others() >> lane & 1;  // a block of that rank
+  const int lows = L::kLow + team * L::kLows;
   float sums[L::kColumns / 2];
 #pragma unroll
   for (int r = 0; r < L::kColumns / 2; ++r) {
     sums[r] = 0;
   }
-  int stage = group % L::kStages, turn = 0;
-  unsigned phase = group / L::kStages & 1;
-#pragma unroll 1
-  for (int slice = group; slice < slices; slice += L::kGroups) {
+  unsigned taken[4][4];
+  int stage = team, turn = 0;  // of the slice whose numbers are taken
+  unsigned phase = 0;
+  if (team < slices) {
     barrier_wait(shared + L::kFull + 8 * stage, phase);
-    multiply_slice<Config>(memory, shared, stage * L::kStage,
-                           L::kLow + group * L::kLows + turn * L::kBytesB, group, sums);
-    if (slice + L::kStages < slices) {  // the stage is wanted again
-      __syncwarp();
-      if (tells) {
-        barrier_arrive_at(shared + L::kEmpty + 8 * stage, lane);
+    take_slice<Config>(memory, shared, stage * L::kStage, lows, taken);
+  }
+#pragma unroll 1
+  for (int slice = team; slice < slices; slice += L::kTeams) {
+    const int now = stage;
+    const unsigned long long b =
+        tile_descriptor(shared + now * L::kStage + L::kBytesA, 16);
+    const unsigned long long low_b = tile_descriptor(shared + lows + turn * L::kBytesB, 16);
+    unsigned a[4][4], low[4][4];
+    float part[2][L::kColumns / 2];  // of 16 of depth each
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      if constexpr (L::kExact) {
+        const float x = __uint_as_float(taken[i / 4][i % 4]);
+        a[i / 4][i % 4] = nearest(x);
+        low[i / 4][i % 4] = nearest(rest(x, nearest(x)));
+      } else {
+        a[i / 4][i % 4] = taken[i / 4][i % 4];
       }
     }
+    if constexpr (L::kExact) {
+      named_barrier(1 + team, L::kTeam);  // low parts of b are readable
+      hold(part[0]);
+      hold(part[1]);
+      warpgroup_arrive();
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        multiply_lines<T>(part[i / 2], low[i], b + 2 * i, i % 2);
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        multiply_lines<T>(part[i / 2], a[i], low_b + 2 * i, 1);
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        multiply_lines<T>(part[i / 2], a[i], b + 2 * i, 1);
+      }
+    } else {
+      hold(sums);
+      warpgroup_arrive();
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        multiply_lines<T>(sums, a[i], b + 2 * i, 1);
+      }
+    }
+    warpgroup_commit();
     turn ^= 1;
-    stage += L::kGroups;
+    stage += L::kTeams;
     if (stage >= L::kStages) {
       stage -= L::kStages;
       phase ^= 1;
     }
+    if (slice + L::kTeams < slices) {
+      barrier_wait(shared + L::kFull + 8 * stage, phase);
+      take_slice<Config>(memory, shared, stage * L::kStage, lows + turn * L::kBytesB, taken);
+    }
+    warpgroup_wait<0>();
+    if constexpr (L::kExact) {
+      hold(part[0]);
+      hold(part[1]);
+#pragma unroll
+      for (int r = 0; r < L::kColumns / 2; ++r) {
+        sums[r] += part[0][r] + part[1][r];
+      }
+    } else {
+      hold(sums);
+    }
+    if (slice + L::kStages < slices) {  // the stage is wanted again
+      __syncwarp();
+      if (tells) {
+        barrier_arrive_at(shared + L::kEmpty + 8 * now, lane);
+      }
+    }
   }
   if constexpr (L::kCluster > 1) {
+    __syncwarp();
     cluster_arrive();  // all that others send here has come
   }
 
-  named_barrier(1 + L::kGroups, L::kMultiply);  // the last slice has been read
+  named_barrier(1 + L::kTeams, L::kMultiply);  // the last slice has been read
   float* const all = reinterpret_cast<float*>(memory);
-  const int row = threadIdx.x % 128 / 32 * 16 + lane / 4;
-  float* to = all + (group * L::kRows + row) * L::kPitch + lane % 4 * 2;
+  const int row = thread / 32 * 16 + lane / 4;
+  float* to = all + (team * L::kRows + row) * L::kPitch + lane % 4 * 2;
 #pragma unroll
   for (int r = 0; r < L::kColumns / 2; r += 2) {
     *reinterpret_cast<float2*>(to + r / 2 % 2 * 8 * L::kPitch + r / 4 * 8) =
         float2{sums[r], sums[r + 1]};
   }
-  float* const biases = reinterpret_cast<float*>(memory + L::kBias);
-  if (threadIdx.x < L::kColumns) {
-    biases[threadIdx.x] = bias;
-  }
-  named_barrier(1 + L::kGroups, L::kMultiply);  // sums and bias are readable
-  const bool finite = write_tile(p, place, all, biases);
+  named_barrier(1 + L::kTeams, L::kMultiply);  // sums and bias are readable
+  const Place<Config> place(p);
+  const bool finite = write_tile(p, place, all, bias);
   if constexpr (L::kExact) {
     if (!finite) {
-      correct_tile(p, place, biases);
+      correct_tile(p, place, bias);
     }
   }
   if constexpr (L::kCluster > 1) {

@@ -225,9 +225,9 @@ def test_clusters_do_products_of_few_tokens(dtype, precision, tokens, count):
     tiling = row.plan(problem, H200).tiling
     m, n = tiling.cluster
     assert step.kernel.cluster == m * n and step.grid[0] % (m * n) == 0
-    assert step.grid[0] == cdiv(tokens, 64 * m) * m * cdiv(512 * count, tiling.columns * n) * n
+    assert step.grid[0] == cdiv(tokens, tiling.rows * m) * m * cdiv(512 * count, tiling.columns * n) * n
     # each block loads its part of both operands of the tiles of its row and column of the cluster
-    assert step.maps["a_map.0"].box[1] * n == 64
+    assert step.maps["a_map.0"].box[1] * n == tiling.rows
     for s in range(count):
         assert tiling.columns // m % step.maps[f"b_map.{s}"].box[1] == 0
 
@@ -256,7 +256,8 @@ def test_what_clusters_refuse(place, changes, words):
 
 def test_clusters_leave_many_tokens_and_sums_to_others():
     (row,) = (row for row in linear_cluster.ROWS if row.name == "cluster_fp32")
-    assert "by the cost rule, hopper_fp32" in row.refuses(projections("f32", 2048, count=1), H200)
+    (half,) = (row for row in linear_cluster.ROWS if row.name == "cluster_bf16")
+    assert "by the cost rule, hopper_bf16" in half.refuses(projections("bf16", 1024), H200)
     assert "waves" in row.refuses(projections("f32", 8192), H200)
     assert "add" in row.refuses(replace(projections("f32"), summed=True), H200)
     assert "differ in a" in row.refuses(with_matrix(projections("f32"), "a", buffer="y"), H200)
@@ -417,7 +418,7 @@ def fitted(row, sizes, *along):
 
 def each_row(rows=ROWS):
     return pytest.mark.parametrize("row", rows, ids=lambda row: row.name + (
-        f"_{row.tilings[0].columns}" if row in CLUSTER else ""))
+        "_{}x{}".format(*row.tilings[0]) if row in CLUSTER else ""))
 
 
 def precision_of(row):

@@ -10,23 +10,23 @@ from .._select import forced
 from . import linear_hopper, linear_mma
 from .linear_problem import Matrix, Problem, values
 
-_ROWS = 64  # of a tile
 _LINE = 128  # bytes of depth in a slice
 
 # What the cost rule knows besides the tilings' own times, by arithmetic: it only ranks rows.
 _START_US = 1.3  # of a launch, until its first slices are there
 _END_US = 1.3  # of a tile: operands of the first slices, sums of the last
-_MOST_WAVES = 4  # of blocks one after the other; rows whose blocks stay do more
+_MOST_WAVES = 2  # of blocks one after the other; rows whose blocks stay do more
 
 
 class Tiling(NamedTuple):
-    """A tile's columns, what multiplies it, blocks of a cluster, the time of a slice in us.
+    """A tile, what multiplies it, blocks of a cluster, the time of a slice in us.
 
     Tiles go over the columns of all results; a box of `unit` columns is of one operand.
     """
 
+    rows: int  # 64 or 128: as many warpgroups in a team
     columns: int
-    groups: int  # warpgroups, which take slices in turn
+    teams: int  # that take slices in turn
     stages: int
     cluster: tuple[int, int]  # along rows, along columns
     slice_us: float
@@ -45,7 +45,7 @@ class Plan(NamedTuple):
 
 @dataclass(frozen=True)
 class Cluster(Row):
-    """A tile of 64 rows per block; blocks of a cluster load for one another."""
+    """A tile per block; blocks of a cluster load for one another."""
 
     dtype: str
     precision: str  # "fp32": three TF32 products of float32; "tf32"; "" for 16-bit
@@ -126,14 +126,14 @@ class Cluster(Row):
 
     def _kernel(self, tiling: Tiling) -> Kernel:
         m, n = tiling.cluster
-        numbers = {"Columns": tiling.columns, "Groups": tiling.groups, "Stages": tiling.stages,
-                   "Unit": tiling.unit, "ClusterM": m, "ClusterN": n}
-        return Kernel(f"linear__{self.name}__c{tiling.columns}_{m}x{n}", "linear_cluster.cu",
-                      "linear_cluster", "LinearHopperParams",
+        numbers = {"Halves": tiling.rows // 64, "Columns": tiling.columns, "Teams": tiling.teams,
+                   "Stages": tiling.stages, "Unit": tiling.unit, "ClusterM": m, "ClusterN": n}
+        return Kernel(f"linear__{self.name}__{tiling.rows}x{tiling.columns}_by_{m}x{n}",
+                      "linear_cluster.cu", "linear_cluster", "LinearHopperParams",
                       (f"using T = {CTYPE[self.dtype]};",
                        f"static constexpr bool kTf32 = {str(self.precision == 'tf32').lower()};",
                        *(f"static constexpr int k{k} = {x};" for k, x in numbers.items())),
-                      128 * (tiling.groups + 1), target="sm_90a", cluster=m * n,
+                      2 * tiling.rows * tiling.teams + 128, target="sm_90a", cluster=m * n,
                       early="linear_cluster_begin")
 
     def kernels(self) -> tuple[Kernel, ...]:
@@ -143,7 +143,7 @@ class Cluster(Row):
         tiling = self.plan(problem, device).tiling
         numbers, buffers = values(problem)
         a = problem.products[0].a
-        maps = {"a_map.0": self._map(a, _ROWS // tiling.cluster[1])}
+        maps = {"a_map.0": self._map(a, tiling.rows // tiling.cluster[1])}
         buffers["a_map.0.address"] = a.buffer
         for s, product in enumerate(problem.products):
             maps[f"b_map.{s}"] = self._map(product.b, tiling.unit)
@@ -153,8 +153,8 @@ class Cluster(Row):
 
     def _shared(self, tiling: Tiling) -> int:
         """Return the bytes of shared memory, as in the source."""
-        low = 2 * tiling.groups * tiling.columns * _LINE if self.precision == "fp32" else 0
-        return (tiling.stages * ((_ROWS + tiling.columns) * _LINE + 16) + low
+        low = 2 * tiling.teams * tiling.columns * _LINE if self.precision == "fp32" else 0
+        return (tiling.stages * ((tiling.rows + tiling.columns) * _LINE + 16) + low
                 + 4 * tiling.columns)
 
     def _map(self, x: Matrix, rows: int) -> TensorMap:
@@ -168,18 +168,21 @@ def _blocks(problem: Problem, tiling: Tiling) -> int:
     """Return the blocks of whole clusters that cover all results."""
     m, n = tiling.cluster
     columns = sum(p.b.rows for p in problem.products)
-    return m * n * cdiv(problem.products[0].a.rows, _ROWS * m) * cdiv(columns, tiling.columns * n)
+    rows = problem.products[0].a.rows
+    return m * n * cdiv(rows, tiling.rows * m) * cdiv(columns, tiling.columns * n)
 
 
-# columns, groups, stages, cluster, slice_us
-_SINGLE = (Tiling(16, 3, 16, (2, 2), 0.112), Tiling(32, 3, 14, (2, 2), 0.135),
-           Tiling(48, 3, 14, (2, 2), 0.157), Tiling(64, 3, 12, (2, 2), 0.180),
-           Tiling(96, 3, 10, (2, 1), 0.314))
+# rows, columns, teams, stages, cluster, slice_us
+_SINGLE = (Tiling(64, 16, 3, 16, (2, 2), 0.112), Tiling(64, 32, 3, 14, (2, 2), 0.135),
+           Tiling(64, 48, 3, 14, (2, 2), 0.157), Tiling(64, 64, 3, 12, (2, 2), 0.180),
+           Tiling(64, 96, 3, 10, (2, 1), 0.314))
 
 ROWS = (
-    Cluster("f32", "fp32", (Tiling(16, 3, 16, (2, 2), 0.13), Tiling(32, 3, 16, (2, 2), 0.18),
-                            Tiling(48, 3, 13, (2, 2), 0.24), Tiling(64, 2, 12, (2, 2), 0.29),
-                            Tiling(80, 2, 10, (2, 1), 0.35), Tiling(96, 2, 8, (2, 1), 0.40))),
+    Cluster("f32", "fp32", (
+        Tiling(64, 16, 3, 16, (2, 2), 0.13), Tiling(64, 32, 3, 16, (2, 2), 0.18),
+        Tiling(64, 48, 3, 13, (2, 2), 0.24), Tiling(64, 64, 2, 12, (2, 2), 0.29),
+        Tiling(64, 80, 2, 10, (2, 1), 0.35), Tiling(64, 96, 2, 8, (2, 1), 0.40),
+        Tiling(128, 64, 1, 8, (2, 1), 0.48), Tiling(128, 96, 1, 7, (2, 1), 0.66))),
     Cluster("f32", "tf32", _SINGLE),
     *(Cluster(dtype, "", _SINGLE) for dtype in ("bf16", "f16")),
 )
