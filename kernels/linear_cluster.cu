@@ -62,13 +62,18 @@ struct Tiling {
   static constexpr int kRegisters = kMultiply == 256 ? 240 : kMultiply == 384 ? 160 : 112;
   static constexpr int kPitch = kColumns + 8;      // floats of a row of sums
 
-  // Bytes from the begin of shared memory. A team has two buffers for low parts of b: where its warps
-  // wait for one another to have written one, they all have ended the products with the other.
+  // A team's buffers for low parts of b. A warpgroup alone has two: where its warps wait for one
+  // another to have written one, they all have ended the products with the other. Two warpgroups do
+  // not wait for each other's products, so that those of one run under the additions of the other:
+  // where one knows that n is written, the other has ended the products of n - 2.
+  static constexpr int kBuffers = kHalves + 1;
+  // Bytes from the begin of shared memory.
   static constexpr int kLow = kStages * kStage;
-  static constexpr int kLows = kExact ? 2 * kBytesB : 0;
+  static constexpr int kLows = kExact ? kBuffers * kBytesB : 0;
   static constexpr int kBias = kLow + kTeams * kLows;
   static constexpr int kFull = kBias + 4 * kColumns;
   static constexpr int kEmpty = kFull + 8 * kStages;
+  static constexpr int kWritten = kEmpty + 8 * kStages;  // by team and buffer
 
   static_assert(Config::kThreads == kMultiply + 128 && kMultiply >= 256 && kMultiply <= 512,
                 "registers for two to four warpgroups");
@@ -145,6 +150,9 @@ __device__ void linear_cluster_begin(const LinearHopperParams& p) {
       barrier_init(shared + L::kFull + 8 * i, 1);
       // The warps of a team, in every block that gets a part of this one's boxes.
       barrier_init(shared + L::kEmpty + 8 * i, L::kTeam / 32 * (L::kClusterM + L::kClusterN - 1));
+    }
+    for (int i = 0; i < L::kTeams * L::kBuffers; ++i) {
+      barrier_init(shared + L::kWritten + 8 * i, L::kTeam / 32);
     }
     barrier_init_done();
     prefetch_map(p.a_map[0]);
@@ -229,17 +237,18 @@ __device__ inline unsigned low_part(float x) { return nearest(rest(x, __float_as
 // --------------------------------------------------------------------------------------- kernel
 
 // A thread's numbers of a slice of a, as its warpgroup's products take them; in float32 as they are.
-// Of b the thread writes its share of the low parts. `stage`, `to`: where the slice is, and where low
-// parts go, in bytes.
+// Of b the thread writes its share of the low parts. `stage`, `buffer`: the slice is in which, and
+// low parts go to which, of those of all teams.
 template <class Config>
-__device__ inline void take_slice(unsigned char* memory, unsigned shared, int stage, int to,
+__device__ inline void take_slice(unsigned char* memory, unsigned shared, int stage, int buffer,
                                   unsigned (&a)[4][4]) {
   using L = Tiling<Config>;
   const int thread = threadIdx.x % L::kTeam, lane = thread % 32, row = thread / 32 * 16 + lane % 16;
+  const int at = stage * L::kStage;
   if constexpr (L::kExact) {
     constexpr int kChunks = L::kBytesB / 16 / L::kTeam;
-    const float4* from = reinterpret_cast<const float4*>(memory + stage + L::kBytesA) + thread;
-    uint4* low = reinterpret_cast<uint4*>(memory + to) + thread;
+    const float4* from = reinterpret_cast<const float4*>(memory + at + L::kBytesA) + thread;
+    uint4* low = reinterpret_cast<uint4*>(memory + L::kLow + buffer * L::kBytesB) + thread;
     constexpr int kAhead = kChunks % 4 == 0 ? 4 : kChunks % 3 == 0 ? 3 : kChunks;
 #pragma unroll
     for (int first = 0; first < kChunks; first += kAhead) {
@@ -255,10 +264,17 @@ __device__ inline void take_slice(unsigned char* memory, unsigned shared, int st
       }
     }
     publish_to_copies();
+    if constexpr (L::kHalves > 1) {
+      __syncwarp();
+      if (lane == 0) {
+        barrier_arrive(shared + L::kWritten + 8 * buffer);
+      }
+      __syncwarp();
+    }
   }
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    load_matrices(a[i], shared + stage + row * 128 + ((2 * i + lane / 16) ^ lane % 8) * 16);
+    load_matrices(a[i], shared + at + row * 128 + ((2 * i + lane / 16) ^ lane % 8) * 16);
   }
 }
 
@@ -370,25 +386,25 @@ __device__ void linear_cluster(const LinearHopperParams& p) {
   const Place<Config> before(p);
   const int slices = before.slices;
   const bool tells = before.others() >> lane & 1;  // a block of that rank
-  const int lows = L::kLow + team * L::kLows;
   float sums[L::kColumns / 2];
 #pragma unroll
   for (int r = 0; r < L::kColumns / 2; ++r) {
     sums[r] = 0;
   }
   unsigned taken[4][4];
-  int stage = team, turn = 0;  // of the slice whose numbers are taken
-  unsigned phase = 0;
+  int stage = team, buffer = team * L::kBuffers;  // of the slice whose numbers are taken
+  unsigned phase = 0, phase_written = 0;
   if (team < slices) {
     barrier_wait(shared + L::kFull + 8 * stage, phase);
-    take_slice<Config>(memory, shared, stage * L::kStage, lows, taken);
+    take_slice<Config>(memory, shared, stage, buffer, taken);
   }
 #pragma unroll 1
   for (int slice = team; slice < slices; slice += L::kTeams) {
     const int now = stage;
     const unsigned long long b =
         tile_descriptor(shared + now * L::kStage + L::kBytesA, 16);
-    const unsigned long long low_b = tile_descriptor(shared + lows + turn * L::kBytesB, 16);
+    const unsigned long long low_b =
+        tile_descriptor(shared + L::kLow + buffer * L::kBytesB, 16);
     unsigned a[4][4], low[4][4];
     float part[2][L::kColumns / 2];  // of 16 of depth each
 #pragma unroll
@@ -402,7 +418,11 @@ __device__ void linear_cluster(const LinearHopperParams& p) {
       }
     }
     if constexpr (L::kExact) {
-      named_barrier(1 + team, L::kTeam);  // low parts of b are readable
+      if constexpr (L::kHalves > 1) {  // low parts of b are readable
+        barrier_wait(shared + L::kWritten + 8 * buffer, phase_written);
+      } else {
+        named_barrier(1 + team, L::kTeam);
+      }
       hold(part[0]);
       hold(part[1]);
       warpgroup_arrive();
@@ -427,7 +447,10 @@ __device__ void linear_cluster(const LinearHopperParams& p) {
       }
     }
     warpgroup_commit();
-    turn ^= 1;
+    if (++buffer == (team + 1) * L::kBuffers) {
+      buffer -= L::kBuffers;
+      phase_written ^= 1;
+    }
     stage += L::kTeams;
     if (stage >= L::kStages) {
       stage -= L::kStages;
@@ -435,7 +458,7 @@ __device__ void linear_cluster(const LinearHopperParams& p) {
     }
     if (slice + L::kTeams < slices) {
       barrier_wait(shared + L::kFull + 8 * stage, phase);
-      take_slice<Config>(memory, shared, stage * L::kStage, lows + turn * L::kBytesB, taken);
+      take_slice<Config>(memory, shared, stage, buffer, taken);
     }
     warpgroup_wait<0>();
     if constexpr (L::kExact) {

@@ -225,7 +225,8 @@ def test_clusters_do_products_of_few_tokens(dtype, precision, tokens, count):
     tiling = row.plan(problem, H200).tiling
     m, n = tiling.cluster
     assert step.kernel.cluster == m * n and step.grid[0] % (m * n) == 0
-    assert step.grid[0] == cdiv(tokens, tiling.rows * m) * m * cdiv(512 * count, tiling.columns * n) * n
+    assert step.grid[0] == m * n * cdiv(tokens, tiling.rows * m) * cdiv(
+        512 * count, tiling.columns * n)
     # each block loads its part of both operands of the tiles of its row and column of the cluster
     assert step.maps["a_map.0"].box[1] * n == tiling.rows
     for s in range(count):

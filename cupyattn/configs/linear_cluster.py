@@ -153,9 +153,10 @@ class Cluster(Row):
 
     def _shared(self, tiling: Tiling) -> int:
         """Return the bytes of shared memory, as in the source."""
-        low = 2 * tiling.teams * tiling.columns * _LINE if self.precision == "fp32" else 0
+        buffers = tiling.teams * (tiling.rows // 64 + 1)
+        low = buffers * tiling.columns * _LINE if self.precision == "fp32" else 0
         return (tiling.stages * ((tiling.rows + tiling.columns) * _LINE + 16) + low
-                + 4 * tiling.columns)
+                + 8 * buffers + 4 * tiling.columns)
 
     def _map(self, x: Matrix, rows: int) -> TensorMap:
         size = ITEMSIZE[self.dtype]
@@ -182,7 +183,7 @@ ROWS = (
         Tiling(64, 16, 3, 16, (2, 2), 0.13), Tiling(64, 32, 3, 16, (2, 2), 0.18),
         Tiling(64, 48, 3, 13, (2, 2), 0.24), Tiling(64, 64, 2, 12, (2, 2), 0.29),
         Tiling(64, 80, 2, 10, (2, 1), 0.35), Tiling(64, 96, 2, 8, (2, 1), 0.40),
-        Tiling(128, 64, 1, 8, (2, 1), 0.48), Tiling(128, 96, 1, 7, (2, 1), 0.66))),
+        Tiling(128, 64, 1, 8, (2, 1), 0.48), Tiling(128, 96, 1, 6, (2, 1), 0.66))),
     Cluster("f32", "tf32", _SINGLE),
     *(Cluster(dtype, "", _SINGLE) for dtype in ("bf16", "f16")),
 )
