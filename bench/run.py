@@ -20,7 +20,7 @@ from .workloads import DIRECTIONS, Workload
 
 DEFAULT_PROVIDERS = ["cupyattn", "naive"]
 # These take the longest a case: they come after all others, where `--total` cuts first.
-LAST = ("torch_compile",)
+LAST = ("torch_compile", "flex")
 FIRST_CASE_SECONDS = 20.0  # on top of the limit: a new process compiles what the checks need
 COMPILE_SHARE = 0.35  # of `--total`, after which no further compilation starts
 NOT_COMPILED = ", to compile"  # the end of the note of what did not compile in time

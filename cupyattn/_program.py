@@ -211,6 +211,10 @@ class Row:
         """Return every kernel that the row may launch, for compilation ahead of time."""
         raise NotImplementedError
 
+    def notes(self, problem: Any, device: Device) -> list[str]:
+        """Return what people may want to know of how the row does a problem, for `explain`."""
+        return []
+
 
 def token_view(layout: Layout | None) -> dict[str, Any]:
     """Return the strides of `TokenView` (kernels/common/params.cuh) for a heads-last array.

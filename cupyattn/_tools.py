@@ -211,7 +211,8 @@ def explain(op, *arrays, **options) -> Explanation:
     kernels = [f"{step.kernel.name}: grid {step.grid}, block {step.kernel.threads}, shared memory "
                f"{step.shared} bytes" for step in program.steps]
     return Explanation(operator.name, row.name, refused, kernels, program.scratch_bytes, moved,
-                       flops, _device.floor_us(device, moved, flops), properties.name)
+                       flops, _device.floor_us(device, moved, flops), properties.name,
+                       row.notes(problem, properties))
 
 
 # -------------------------------------------------------------------------------------- others

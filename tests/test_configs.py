@@ -1,16 +1,20 @@
 """Every row of every table: unique, reachable, and compiled for every architecture (no GPU)."""
 
 import itertools
+import math
 import os
 import re
 from concurrent.futures import ProcessPoolExecutor
 
+import numpy as np
+import oracle
 import pytest
 
 from cupyattn import _jit, _select
 from cupyattn._errors import KernelError
 from cupyattn._program import Device, Kernel, Layout
 from cupyattn.configs import fused_neighborhood, linear, multi_token, neighborhood, rope
+from cupyattn.configs.neighborhood_problem import visits
 
 H200 = Device(0, "NVIDIA H200", (9, 0), 132, 232448, 60 << 20)
 A100 = Device(0, "NVIDIA A100", (8, 0), 108, 166912, 40 << 20)  # no rows of one architecture
@@ -22,17 +26,19 @@ DTYPES = ("f16", "bf16", "f32", "f64")
 
 # Bytes that a plain kernel may spill: around its 64-bit divisions, which are calls, and for
 # float64 at 512 features, which takes all 255 registers. Tuned rows are made for sm_90 and may not
-# spill there, but for rings of three blocks a multiprocessor or 16 heads: they are faster than rows
-# with more registers. On other targets these do.
+# spill there, but for rings of three blocks a multiprocessor, of 5 x 5 taps, of 16 heads: they are
+# faster than rows with more registers. On other targets these do.
 PLAIN_SPILLS = 256
 KNOWN_SPILLS = {
     **dict.fromkeys(("sm_80", "sm_86", "sm_89"), {
-        "multi_token_fwd__band_": 52, "multi_token_fwd__ring_": 164}),
+        "multi_token_fwd__band_": 52, "multi_token_fwd__ring_": 308,
+        "neighborhood_fwd__box_": 32}),
     "sm_90": {"multi_token_fwd__ring_": 44},
     "sm_100": {"linear__mma_": 56, "multi_token_fwd__ring_": 40, "multi_token_bwd__ring_": 8,
-               "multi_token_bwd__tile_": 8},
+               "multi_token_bwd__tile_": 8, "neighborhood_fwd__box_": 36},
     "sm_120": {"linear__mma_": 216, "multi_token_fwd__band_": 24, "multi_token_fwd__ring_": 76,
-               "multi_token_bwd__ring_": 24, "multi_token_bwd__tile_": 24},
+               "multi_token_bwd__ring_": 24, "multi_token_bwd__tile_": 24,
+               "neighborhood_fwd__box_": 36},
 }
 
 
@@ -207,3 +213,36 @@ def test_architecture_specific_target_wins():
     plain, _ = _jit.compile_cubin(kernel, "sm_90")
     assert cubin[:4] == plain[:4] == b"\x7fELF"
     assert "-arch=sm_90a" in _jit.options(specific) and len(_jit.options(kernel)) == 1
+
+
+@pytest.mark.parametrize("inverse", [False, True])
+@pytest.mark.parametrize("space, window, dilation, stride, causal, own, seen", [
+    ((37,), (8,), (3,), (2,), (False,), (4,), (5,)),
+    ((40,), (11,), (1,), (3,), (True,), (8,), (8,)),
+    ((13, 18), (5, 4), (1, 2), (2, 1), (False, True), (2, 4), (3, 8)),
+])
+def test_visits_are_those_of_a_walk(space, window, dilation, stride, causal, own, seen, inverse):
+    """Counted box by box and pair by pair."""
+    x = Layout((2, *space, 4, 16), "bf16")
+    kv = Layout((2, *space, 2, 16), "bf16")
+    problem = neighborhood.Problem(x, kv, kv, window, dilation, stride, causal, 1.0, "shift")
+    boxes = inside = 0
+    for group in itertools.product(*(range(d) for d in dilation)):
+        lengths = [-(-(n - g) // d) for n, g, d in zip(space, group, dilation)]
+        sees = [oracle.axis_mask(n, w, stride=s, causal=c)
+                for n, w, s, c in zip(lengths, window, stride, causal)]
+        sees = [m.T if inverse else m for m in sees]
+        for tile in itertools.product(*(range(0, n, o) for n, o in zip(lengths, own))):
+            rows = [m[t:t + o] for m, t, o in zip(sees, tile, own)]
+            spans = [np.flatnonzero(r.any(0)) for r in rows]
+            for at in itertools.product(*(range(s[0], s[-1] + 1, n)
+                                          for s, n in zip(spans, seen))):
+                boxes += 1
+                inside += all(a + n <= r.shape[1] and r[:, a:a + n].all()
+                              for r, a, n in zip(rows, at, seen))
+    found = visits(problem, own, seen, inverse)
+    assert (found.boxes, found.open) == (8 * boxes, 8 * inside)
+    assert found.pairs == 8 * boxes * math.prod(own) * math.prod(seen)
+    mask = oracle.mask(space, kernel_size=window, dilation=dilation, stride=stride, causal=causal)
+    assert found.windows == 8 * mask.sum()
+    assert str(found).startswith(f"{found.boxes:,} boxes, ")

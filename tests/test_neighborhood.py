@@ -596,7 +596,8 @@ def hopper(cupy_kind, monkeypatch):
     """Force the rows of sm_90a, whatever the window."""
     if _device.device(0).capability != (9, 0):
         pytest.skip("needs sm_90")
-    monkeypatch.setattr(neighborhood_hopper.Hopper, "LEAST", 0)
+    for row in (neighborhood_hopper.HopperForward, neighborhood_hopper.HopperBackward):
+        monkeypatch.setattr(row, "LEAST", 0)
     monkeypatch.setattr(_launch, "_memo", {})
     with _select.force("hopper_"):
         yield cupy_kind

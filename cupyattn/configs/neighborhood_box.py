@@ -243,6 +243,13 @@ class BoxForward(Row):
         return Problem(layout, layout, layout, window, ones, ones, (False,) * len(space), 0.125,
                        boundary, dy=layout, y=layout)
 
+    def notes(self, problem: Problem, device: Device) -> list[str]:
+        tile, rank = self._tile(problem, device), len(problem.space)
+        assert isinstance(tile, Tile)
+        own, reach = ("x".join(map(str, x[3 - rank:])) for x in (tile.box, tile.reach))
+        return [f"{self.PART}: blocks of {own} positions, 16 a warp, read boxes of at most "
+                f"{reach}, {tile.keys} rows at a time"]
+
     def program(self, problem: Problem, device: Device) -> Program:
         tile = self._tile(problem, device)
         assert isinstance(tile, Tile)
@@ -395,6 +402,9 @@ class BoxBackward(Row):
 
     def kernels(self) -> tuple[Kernel, ...]:
         return tuple(kernel for part in self.parts for kernel in part.kernels())
+
+    def notes(self, problem: Problem, device: Device) -> list[str]:
+        return [note for part in self.parts for note in part.notes(problem, device)]
 
     def program(self, problem: Problem, device: Device) -> Program:
         return Program(tuple(part.step(problem, device) for part in self.parts),

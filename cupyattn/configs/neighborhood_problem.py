@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .._program import ITEMSIZE, Layout, accumulator, token_view
+import numpy as np
+
+from .._program import ITEMSIZE, Layout, accumulator, cdiv, token_view
+from ..reference import neighborhood as reference
 
 
 @dataclass(frozen=True)
@@ -94,3 +99,48 @@ def rows_aligned(layout: Layout) -> bool:
     size = ITEMSIZE[layout.dtype]
     return layout.align == 16 and all(
         n == 1 or s * size % 16 == 0 for n, s in zip(layout.shape[:-1], layout.strides[:-1]))
+
+
+@dataclass(frozen=True)
+class Visits:
+    """What boxes of queries (or keys) meet on their walks over boxes of the other side."""
+
+    boxes: int  # walked, over all tiles, heads and batch items
+    open: int  # of these, boxes in which every pair counts
+    pairs: int  # in them, padding included
+    windows: int  # pairs that count
+
+    def __str__(self) -> str:
+        return (f"{self.boxes:,} boxes, {100 * (1 - self.open / self.boxes):.0f} % with masks; "
+                f"{self.pairs / self.windows:.2f} times the pairs of the windows")
+
+
+def visits(problem: Problem, own: Sequence[int], seen: Sequence[int], inverse: bool = False
+           ) -> Visits:
+    """Count the boxes of `seen` positions that boxes of `own` positions walk.
+
+    A walk starts where the first position's interval starts and ends where the last one's does;
+    `inverse`: keys own, and walk over the queries that see them.
+    """
+    interval = reference.inverse_window if inverse else reference.window
+    boxes = inside = windows = 1
+    for length, window, dilation, stride, causal, n_own, n_seen in zip(
+            problem.space, problem.kernel_size, problem.dilation, problem.stride,
+            problem.is_causal, own, seen):
+        axis_boxes = axis_inside = axis_windows = 0
+        for group in range(min(dilation, length)):
+            n = cdiv(length - group, dilation)
+            start, end = interval(n, window, 1, stride, causal, problem.boundary)
+            first = np.arange(0, n, n_own)
+            last = np.minimum(first + n_own, n) - 1
+            axis_windows += int((end - start).sum())
+            for low, high, from_, to in zip(start[first], end[last], start[last], end[first]):
+                at = np.arange(low, high, n_seen)
+                axis_boxes += len(at)
+                axis_inside += int(((at >= from_) & (at + n_seen <= to)).sum())
+        boxes, inside, windows = boxes * axis_boxes, inside * axis_inside, windows * axis_windows
+    heads = problem.batch * (problem.kv_heads if inverse else problem.heads)
+    shared = problem.heads // problem.kv_heads if inverse else 1
+    return Visits(boxes * heads * shared, inside * heads * shared,
+                  boxes * heads * shared * math.prod(own) * math.prod(seen),
+                  windows * problem.batch * problem.heads)
