@@ -109,7 +109,7 @@ class Kernel:
     `function` is a ``template <class Config> __device__ void`` in `source`; `config` are the
     members of ``struct Config``; `params` is the struct it takes; `blocks` of it must fit a
     multiprocessor at once, which bounds the registers; `target` is set for rows that need one
-    architecture, such as ``"sm_90a"``.
+    architecture, such as ``"sm_90a"``. What `early` names may touch no memory but its block's own.
     """
 
     name: str
@@ -120,6 +120,8 @@ class Kernel:
     threads: int
     blocks: int = 1
     target: str | None = None
+    cluster: int = 1  # blocks that run together and reach one another's shared memory
+    early: str | None = None  # device template that is called before the wait for earlier work
 
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})

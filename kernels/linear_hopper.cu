@@ -30,6 +30,7 @@
 //           kPlanes 1: one TF32 product, operands rounded by the copy engine
 // Splits    of the depth, where tiles are few: float32 sums to `partial`, added in order by linear_total
 // Limits    sm_90a; 16-byte strides and addresses
+#include "common/linear.cuh"
 #include "common/mma.cuh"
 #include "common/params.cuh"
 #include "common/tma.cuh"
@@ -218,24 +219,6 @@ __device__ inline void multiply_step_exact(const unsigned char* a, unsigned b, i
   }
 }
 
-// One number of c by ordinary arithmetic.
-template <class Config>
-__device__ float one_number(const LinearHopperParams& p, int s, int row, int column) {
-  float sum = 0;
-  for (int term = s; term < (p.summed ? p.products : s + 1); ++term) {
-    const float* a = static_cast<const float*>(p.a[term].data) + row * p.a[term].row;
-    const float* b = static_cast<const float*>(p.b[term].data) + column * p.b[term].row;
-    for (int k = 0; k < p.depth[term]; ++k) {
-      sum = fmaf(a[k * p.a[term].column], b[k * p.b[term].column], sum);
-    }
-  }
-  return sum;
-}
-
-__device__ inline bool is_finite(float x) {
-  return (__float_as_uint(x) & 0x7f800000u) != 0x7f800000u;
-}
-
 // -------------------------------------------------------------------------------------- epilogue
 
 template <class T>
@@ -341,7 +324,7 @@ __device__ inline void store_sums(const LinearHopperParams& p, const LinearTile&
         const int h = r / 2 % 2, j = r / 4 * 8 + r % 2;
         float* at = (h ? to[1] : to[0]) + j;
         if (j < (h ? width[1] : width[0]) && !is_finite(*at)) {
-          *at = one_number<Config>(p, s, row + h * 8, column + j) + bias_of<T>(p, s, column + j);
+          *at = one_number(p, s, row + h * 8, column + j) + bias_of<T>(p, s, column + j);
         }
       }
     }
@@ -560,7 +543,7 @@ __device__ void linear_total(const LinearHopperParams& p) {
     T* c = static_cast<T*>(p.c[s].data) + row * p.c[s].row + column;
     for (int i = 0; i < 4; ++i) {
       if (Tiling<Config>::kExact && !is_finite(sum[i])) {
-        sum[i] = one_number<Config>(p, s, row, column + i);
+        sum[i] = one_number(p, s, row, column + i);
       }
       c[i] = narrow<T>(sum[i] + bias_of<T>(p, s, column + i));
     }

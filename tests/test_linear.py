@@ -10,7 +10,7 @@ from tolerance import agree, identical
 
 from cupyattn import _device, _launch, _select
 from cupyattn._program import ITEMSIZE, Device, Program, cdiv
-from cupyattn.configs import linear, linear_hopper
+from cupyattn.configs import linear, linear_cluster, linear_hopper
 from cupyattn.configs.linear import TABLE, Matrix, Problem, Product
 from cupyattn.configs.linear_mma import ROWS as MMA
 
@@ -214,6 +214,58 @@ def test_hopper_steps_fit_the_device(dtype, precision, size):
             program.steps[-1].values["numbers"])
 
 
+@pytest.mark.parametrize("dtype, precision, tokens, count", [
+    *(("f32", "fp32", tokens, count) for tokens in (128, 256, 512, 1024) for count in (1, 3)),
+    ("f32", "tf32", 256, 3), ("bf16", "fp32", 256, 3), ("f16", "fp32", 256, 3)])
+def test_clusters_do_products_of_few_tokens(dtype, precision, tokens, count):
+    problem = projections(dtype, tokens, count=count, precision=precision)
+    row = chosen(problem, H200)
+    assert row in linear_cluster.ROWS
+    (step,) = row.program(problem, H200).steps
+    tiling = row.plan(problem, H200).tiling
+    m, n = tiling.cluster
+    assert step.kernel.cluster == m * n and step.grid[0] % (m * n) == 0
+    assert step.grid[0] == m * n * cdiv(tokens, tiling.rows * m) * cdiv(
+        512 * count, tiling.columns * n)
+    # each block loads its part of both operands of the tiles of its row and column of the cluster
+    assert step.maps["a_map.0"].box[1] * n == tiling.rows
+    for s in range(count):
+        assert tiling.columns // m % step.maps[f"b_map.{s}"].box[1] == 0
+
+
+def test_the_tiling_taken_is_the_cheapest():
+    for row in linear_cluster.ROWS:
+        problem = projections(row.dtype, precision=row.precision or "fp32")
+        us = {tiling: replace(row, tilings=(tiling,)).plan(problem, H200).us
+              for tiling in row.tilings}
+        plan = row.plan(problem, H200)
+        assert (plan.tiling, plan.us) == (min(us, key=us.get), min(us.values()))
+        for tiling in row.tilings:
+            assert row._shared(tiling) <= H200.shared_memory
+
+
+@pytest.mark.parametrize("place, changes, words", [
+    ("a", {"align": 8}, "a (x) has"), ("b", {"row_stride": 516 * 4 + 2}, "b (w0) has"),
+    ("b", {"row_stride": 1, "column_stride": 512}, "b (w0) has"),
+    ("c", {"row_stride": 514}, "c (c0) has"), ("a", {"row_stride": 0}, "a (x) has"),
+    ("b", {"rows": 508}, "508 columns")])
+def test_what_clusters_refuse(place, changes, words):
+    problem = with_matrix(projections("f32"), place, **changes)
+    row = next(row for row in linear_cluster.ROWS if row.name == "cluster_fp32")
+    assert words in row.refuses(problem, H200) and chosen(problem, H200) != row
+
+
+def test_clusters_leave_many_tokens_and_sums_to_others():
+    (row,) = (row for row in linear_cluster.ROWS if row.name == "cluster_fp32")
+    (half,) = (row for row in linear_cluster.ROWS if row.name == "cluster_bf16")
+    assert "by the cost rule, hopper_bf16" in half.refuses(projections("bf16", 1024), H200)
+    assert "waves" in row.refuses(projections("f32", 8192), H200)
+    assert "add" in row.refuses(replace(projections("f32"), summed=True), H200)
+    assert "differ in a" in row.refuses(with_matrix(projections("f32"), "a", buffer="y"), H200)
+    with _select.force("cluster_"):
+        assert chosen(projections("f32", 8192), H200) == row
+
+
 def test_what_hopper_refuses_warps_do():
     for problem in (projections("bf16", 4096, 508),
                     with_matrix(projections("bf16", 4096), "a", align=8)):
@@ -293,12 +345,14 @@ def numbers(seed, shape, dtype):
 
 
 def build(kind, dtype, sizes, along_a=True, along_b=True, *, precision="fp32", summed=False,
-          bias=True, off=0, make=numbers):
+          bias=True, off=0, make=numbers, one_a=False):
     """Return the problem, its memory and what its results should be, exactly and plainly."""
     memory, products, terms = Memory(kind, DTYPES[dtype]), [], []
     for i, (rows, columns, depth) in enumerate(sizes):
-        a, b = make(3 * i, (rows, depth), dtype), make(3 * i + 1, (columns, depth), dtype)
-        views = memory.put(f"a{i}", a, along_a), memory.put(f"b{i}", b, along_b)
+        a = terms[0][0] if one_a and i else make(3 * i, (rows, depth), dtype)
+        b = make(3 * i + 1, (columns, depth), dtype)
+        views = (products[0].a if one_a and i else memory.put(f"a{i}", a, along_a),
+                 memory.put(f"b{i}", b, along_b))
         has_bias = bias and not (summed and i)
         of_bias = mk(3 * i + 2, (columns,), dtype) if has_bias else None
         if has_bias:  # every other element of a longer vector
@@ -340,8 +394,11 @@ def hold(row, problem, memory, total):
               case=2.0 ** -10 if tf32 else None)
 
 
-HOPPER = tuple(replace(row, least=0) for row in TABLE if row.target)  # whatever pays
-ROWS = (*HOPPER, *(row for row in TABLE if not row.target))
+HOPPER = tuple(replace(row, least=0) for row in linear_hopper.ROWS)  # whatever pays
+CLUSTER = tuple(replace(row, tilings=(tiling,)) for row in linear_cluster.ROWS
+                for tiling in row.tilings)
+OTHERS = tuple(row for row in TABLE if not row.target)
+ROWS = (*HOPPER, *CLUSTER, *OTHERS)
 
 
 def takes(row, problem):
@@ -349,19 +406,20 @@ def takes(row, problem):
     device = _device.device(0)
     if row.target is not None and row.target.rstrip("a") != device.target:
         pytest.skip(f"needs {row.target}")
-    assert (row._mismatch if row in MMA else row.refuses)(problem, device) is None
+    assert getattr(row, "_mismatch", row.refuses)(problem, device) is None  # whatever pays
 
 
 def fitted(row, sizes, *along):
-    """Sizes and layouts that a row takes: those of sm_90a want 8 columns, TF32 depth inside."""
-    if row in HOPPER:
+    """Sizes and layouts that a row takes: those of sm_90a want 8 columns, some depth inside."""
+    if row.target:
         sizes = [(rows, cdiv(columns, 8) * 8, depth) for rows, columns, depth in sizes]
-        along = (True, True) if precision_of(row) == "tf32" else along
+        along = (True, True) if precision_of(row) == "tf32" or row in CLUSTER else along
     return (sizes, *along)
 
 
 def each_row(rows=ROWS):
-    return pytest.mark.parametrize("row", rows, ids=lambda row: row.name)
+    return pytest.mark.parametrize("row", rows, ids=lambda row: row.name + (
+        "_{}x{}".format(*row.tilings[0]) if row in CLUSTER else ""))
 
 
 def precision_of(row):
@@ -380,7 +438,7 @@ def test_layouts_and_odd_sizes(cupy_kind, row, along):
 
 
 @pytest.mark.gpu
-@each_row()
+@each_row((*HOPPER, *OTHERS))
 def test_products_of_one_launch(cupy_kind, row):
     for sizes, bias in (([(70, 64, 96), (70, 48, 96), (70, 136, 96), (24, 8, 32)], True),
                         ([(40, 24, 64), (130, 8, 320)], False)):
@@ -391,7 +449,31 @@ def test_products_of_one_launch(cupy_kind, row):
 
 
 @pytest.mark.gpu
-@each_row()
+@each_row(CLUSTER)
+@pytest.mark.parametrize("columns", [(64, 48, 136, 8), (96, 160, 24)])
+def test_products_of_one_matrix(cupy_kind, row, columns):
+    """Tiles lie in two results or more, and clusters stick out of them all."""
+    unit = row.tilings[0].unit
+    sizes = [(200, cdiv(n, unit) * unit, 96) for n in columns[:-1]] + [(200, columns[-1], 96)]
+    for bias in (True, False):
+        problem, memory, total = build(cupy_kind, row.dtype, sizes, bias=bias, one_a=True,
+                                       precision=precision_of(row))
+        takes(row, problem)
+        hold(row, problem, memory, total)
+
+
+@pytest.mark.gpu
+@each_row(CLUSTER)
+def test_many_slices_in_few_stages(cupy_kind, row):
+    """Stages are taken again."""
+    for size in ((70, 40, 4100), (130, 72, 2050), (1, 8, 3000)):
+        problem, memory, total = build(cupy_kind, row.dtype, [size], precision=precision_of(row))
+        takes(row, problem)
+        hold(row, problem, memory, total)
+
+
+@pytest.mark.gpu
+@each_row((*HOPPER, *OTHERS))
 def test_products_that_add(cupy_kind, row):
     problem, memory, total = build(
         cupy_kind, row.dtype, *fitted(row, [(70, 48, 64), (70, 48, 8), (70, 48, 136)], True, False),
@@ -401,7 +483,7 @@ def test_products_that_add(cupy_kind, row):
 
 
 @pytest.mark.gpu
-@each_row(ROWS[len(HOPPER):])
+@each_row(OTHERS)
 def test_results_that_take_no_wide_stores(cupy_kind, row):
     problem, memory, total = build(cupy_kind, row.dtype, [(70, 45, 64)], False, True, off=1,
                                    precision=precision_of(row))
@@ -410,7 +492,7 @@ def test_results_that_take_no_wide_stores(cupy_kind, row):
 
 
 @pytest.mark.gpu
-@each_row()
+@each_row((*HOPPER, *OTHERS))
 @pytest.mark.parametrize("summed", [False, True])
 def test_deep_products(cupy_kind, row, summed):
     """Depth in chunks, where the row divides it."""

@@ -39,6 +39,12 @@ __device__ inline void hold(float (&d)[kCount]) {
 }
 
 // The accumulator of an instruction, 64 x N: operands 0 to N / 2 - 1.
+#define CUPYATTN_D16 "{%0, %1, %2, %3, %4, %5, %6, %7}"
+#define CUPYATTN_D32 \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}"
+#define CUPYATTN_D48 \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
+  "%20, %21, %22, %23}"
 #define CUPYATTN_D64 \
   "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
   "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}"
@@ -79,6 +85,9 @@ __device__ inline void hold(float (&d)[kCount]) {
 #define CUPYATTN_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define CUPYATTN_16(d, i) \
   CUPYATTN_4(d, i), CUPYATTN_4(d, i + 4), CUPYATTN_4(d, i + 8), CUPYATTN_4(d, i + 12)
+#define CUPYATTN_OUT16(d) CUPYATTN_4(d, 0), CUPYATTN_4(d, 4)
+#define CUPYATTN_OUT32(d) CUPYATTN_16(d, 0)
+#define CUPYATTN_OUT48(d) CUPYATTN_16(d, 0), CUPYATTN_4(d, 16), CUPYATTN_4(d, 20)
 #define CUPYATTN_OUT64(d) CUPYATTN_16(d, 0), CUPYATTN_16(d, 16)
 #define CUPYATTN_OUT128(d) CUPYATTN_OUT64(d), CUPYATTN_16(d, 32), CUPYATTN_16(d, 48)
 #define CUPYATTN_OUT80(d) CUPYATTN_OUT64(d), CUPYATTN_4(d, 32), CUPYATTN_4(d, 36)
@@ -106,7 +115,7 @@ __device__ inline void hold(float (&d)[kCount]) {
 #define CUPYATTN_REGISTERS(N, KIND, A, B, ADD, ROWS) \
   asm volatile("{ .reg .pred p; setp.ne.b32 p, " ADD ", 0; " \
                "wgmma.mma_async.sync.aligned.m64n" #N KIND " " CUPYATTN_D##N ", " A ", " B \
-               ", p, 1, 1, " ROWS "; }" \
+               ", p, 1, 1" ROWS "; }" \
                : CUPYATTN_OUT##N(d) \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add))
 #define CUPYATTN_COMMA ,
@@ -135,11 +144,11 @@ __device__ inline void multiply(float (&d)[64], unsigned long long a, unsigned l
 // bf16, a from registers, depth inside; 64 x 128 or 64 x 64.
 __device__ inline void multiply(float (&d)[64], const unsigned (&a)[4], unsigned long long b,
                                 int add) {
-  CUPYATTN_REGISTERS(128, "k16.f32.bf16.bf16", "{%64, %65, %66, %67}", "%68", "%69", "0");
+  CUPYATTN_REGISTERS(128, "k16.f32.bf16.bf16", "{%64, %65, %66, %67}", "%68", "%69", ", 0");
 }
 __device__ inline void multiply(float (&d)[32], const unsigned (&a)[4], unsigned long long b,
                                 int add) {
-  CUPYATTN_REGISTERS(64, "k16.f32.bf16.bf16", "{%32, %33, %34, %35}", "%36", "%37", "0");
+  CUPYATTN_REGISTERS(64, "k16.f32.bf16.bf16", "{%32, %33, %34, %35}", "%36", "%37", ", 0");
 }
 // a from registers, rows of b inside (columns of the product are neighbours in memory); 64 x 128 or
 // 64 x 64.
@@ -147,18 +156,18 @@ template <class T>
 __device__ inline void multiply_rows(float (&d)[64], const unsigned (&a)[4], unsigned long long b,
                                      int add) {
   if constexpr (kIsBfloat<T>) {
-    CUPYATTN_REGISTERS(128, "k16.f32.bf16.bf16", "{%64, %65, %66, %67}", "%68", "%69", "1");
+    CUPYATTN_REGISTERS(128, "k16.f32.bf16.bf16", "{%64, %65, %66, %67}", "%68", "%69", ", 1");
   } else {
-    CUPYATTN_REGISTERS(128, "k16.f32.f16.f16", "{%64, %65, %66, %67}", "%68", "%69", "1");
+    CUPYATTN_REGISTERS(128, "k16.f32.f16.f16", "{%64, %65, %66, %67}", "%68", "%69", ", 1");
   }
 }
 template <class T>
 __device__ inline void multiply_rows(float (&d)[32], const unsigned (&a)[4], unsigned long long b,
                                      int add) {
   if constexpr (kIsBfloat<T>) {
-    CUPYATTN_REGISTERS(64, "k16.f32.bf16.bf16", "{%32, %33, %34, %35}", "%36", "%37", "1");
+    CUPYATTN_REGISTERS(64, "k16.f32.bf16.bf16", "{%32, %33, %34, %35}", "%36", "%37", ", 1");
   } else {
-    CUPYATTN_REGISTERS(64, "k16.f32.f16.f16", "{%32, %33, %34, %35}", "%36", "%37", "1");
+    CUPYATTN_REGISTERS(64, "k16.f32.f16.f16", "{%32, %33, %34, %35}", "%36", "%37", ", 1");
   }
 }
 // 64 x 64, 80, 96, 112, 128, 144, 160 or 176, both from shared memory, depth inside, 16-bit.
@@ -229,4 +238,34 @@ template <class T>
 __device__ inline void multiply_keys(float (&d)[64], unsigned long long a, unsigned long long b,
                                      int add) {
   multiply<T, 0, 0>(d, a, b, add);
+}
+// a from registers, depth inside: 64 x 16, 32, 48, 64, 80, 96 or 112. float means TF32, for which a0 to a3 hold
+// depth q of row g, of row g + 8, and depth q + 4 of both.
+#define CUPYATTN_LINES(N, A, B, ADD) \
+  if constexpr (sizeof(T) == 4) { \
+    CUPYATTN_REGISTERS(N, "k8.f32.tf32.tf32", A, B, ADD, ""); \
+  } else if constexpr (kIsBfloat<T>) { \
+    CUPYATTN_REGISTERS(N, "k16.f32.bf16.bf16", A, B, ADD, ", 0"); \
+  } else { \
+    CUPYATTN_REGISTERS(N, "k16.f32.f16.f16", A, B, ADD, ", 0"); \
+  }
+template <class T, int kCount>
+__device__ inline void multiply_lines(float (&d)[kCount], const unsigned (&a)[4],
+                                      unsigned long long b, int add) {
+  if constexpr (kCount == 8) {
+    CUPYATTN_LINES(16, "{%8, %9, %10, %11}", "%12", "%13");
+  } else if constexpr (kCount == 16) {
+    CUPYATTN_LINES(32, "{%16, %17, %18, %19}", "%20", "%21");
+  } else if constexpr (kCount == 24) {
+    CUPYATTN_LINES(48, "{%24, %25, %26, %27}", "%28", "%29");
+  } else if constexpr (kCount == 32) {
+    CUPYATTN_LINES(64, "{%32, %33, %34, %35}", "%36", "%37");
+  } else if constexpr (kCount == 40) {
+    CUPYATTN_LINES(80, "{%40, %41, %42, %43}", "%44", "%45");
+  } else if constexpr (kCount == 48) {
+    CUPYATTN_LINES(96, "{%48, %49, %50, %51}", "%52", "%53");
+  } else {
+    static_assert(kCount == 56, "columns");
+    CUPYATTN_LINES(112, "{%56, %57, %58, %59}", "%60", "%61");
+  }
 }
