@@ -1,0 +1,533 @@
+// multi_token_heads_bwd.cu: multi-token attention with softmax, backward, up to 32 heads of a group on
+// matrix units.
+//
+//   dP[c, i, j] = sum_{o, u, v} weight[o, c, u, v] * dy[o, i - u + r0, j - v + c0]
+//   mean(c, i)  = sum_j P dP;   d_scores = P * (dP - mean);   j <= i throughout
+//   d_weight[o, c, u, v] = sum_{batch, i, j} P[c, i, j] * dy[o, i - u + r0, j - v + c0]
+//   d_bias[o]   = sum_{batch, i, j} dy[o, i, j]
+//
+// Shapes    scores, dy: unit key stride, rows and pointers multiples of kVector elements; weight:
+//           any strides; d_scores: contiguous;  partial (elements of d_weight then d_bias, chunks),
+//           float;  shift, factor (batch, heads_in, seq): the largest score of a row and log2 of its
+//           sum;  mean: the same shape;  table: fragments of weights, for both products, by group
+// Passes    multi_token_band_statistics  multi_token_band_fwd.cu: shift and factor
+//           multi_token_heads_table      weights -> table
+//           multi_token_heads_weight     d_weight and d_bias of a chunk of rows, and all means
+//           multi_token_heads_scores     d_scores
+//           multi_token_d_weight         multi_token_bwd.cu: the sums of the chunks
+// Tile      common/multi_token_heads.cuh: dy of the rows that taps reach, masked
+//
+// Weight    grid: (chunk, group), two blocks a multiprocessor. A block takes two rows of P at a time,
+//           longest first, and walks along their keys, 128 at a time:
+//             scores asked for | barrier | dy -> tile, P -> fragments | barrier | products
+//           A warp has one of the rows and eight outputs, for all heads c and taps:
+//             d_weight (c) x (8 outputs, a tap) += P (c x keys) times dy (keys x outputs, shifted)
+//           At the end of a row these sums times the weights are its share of the mean, so that dP is
+//           not needed for it; then they join the block's totals in shared memory
+// Scores    grid: (strip of 8 rows, item, group, 256 keys), long rows first. Tiles of 64 keys, one after
+//           the other:
+//             scores asked for | barrier | dy -> tile | barrier | dP in registers, P, d_scores
+//           A warp has 2 rows x 32 keys of all heads
+// Memory    scores are read three times, dy twice (4/2 and 10/8 of the rows, mostly from L2), d_scores
+//           written once, zeros above the diagonal without reading anything
+// Accuracy  P is rounded to T for d_weight and the mean, as the textbook does; P, dP and all sums
+//           are float, and join totals at the end of a row
+// Limits    dilation 1; at most 9 taps and 32 heads in and out of a group
+// Config    T: f16 or bf16; kIn, kOut: heads of a group; kKh, kKw; kVector: elements per access;
+//           kStaged: scores wait in shared memory while dP is computed; kShared: bytes; kThreads: 256
+// Sources   as multi_token_fwd.cu
+#include "common/multi_token_heads.cuh"
+
+extern __shared__ uint4 heads_shared[];
+
+// What both passes share.
+template <class Config>
+struct Heads {
+  static constexpr int kTaps = Config::kKh * Config::kKw;
+  static constexpr int kLeft = Config::kKw - 1 - Config::kKw / 2;  // columns of dy left of a key
+  static constexpr int kTable = kFragments<Config> * kWarp;        // 16-byte words, for dP
+  static constexpr int kShares = 4 * kTaps * kWarp;                // for the means
+  static_assert(Config::kThreads == 256 && kTaps <= 9, "sums fit the registers");
+  static_assert(Config::kIn <= kHeads && Config::kOut <= kHeads, "heads of a tile");
+};
+
+template <class Config>
+__device__ inline float attention_weight(float x, float2 s) {
+  return exp2f(fmaf(x - s.x, kLog2e, -s.y));
+}
+
+// Four heads of eight columns of dy, from output `head` of the group and `key` on.
+template <class Config>
+__device__ inline void read_dy(const MultiTokenParams& p, int64 item, int group, int query, int head,
+                               int key, Pack<typename Config::T, 8> (&x)[4]) {
+  using T = typename Config::T;
+  const int last = query >= 0 && query < p.seq && key >= 0 ? query : kNoKey;
+  const T* row = row_start<T>(p.dy, p.dy_stride, item, int64(group) * Config::kOut + head, query);
+#pragma unroll
+  for (int h = 0; h < 4; ++h) {
+    x[h] = read_eight<Config>(row, key, head + h < Config::kOut ? last : kNoKey);
+    row += p.dy_stride[1];
+  }
+}
+
+// ------------------------------------------------------------------------------------------- table
+
+// Fragments of the convolution, then, for each eight outputs and tap, of a lane's share of a mean.
+template <class Config>
+__device__ void multi_token_heads_table(const MultiTokenParams& p) {
+  using T = typename Config::T;
+  using H = Heads<Config>;
+  constexpr int kWords = H::kTable + H::kShares;
+  constexpr int kBlocks = (kWords + Config::kThreads - 1) / Config::kThreads;  // of a group
+  const int group = int(blockIdx.x) / kBlocks;
+  const int n = int(blockIdx.x) % kBlocks * Config::kThreads + threadIdx.x;
+  const int lane = n % kWarp, g = lane / 4, q = lane % 4;
+  unsigned word[4] = {};
+  if (n < H::kTable) {
+    const int f = n / kWarp, m = f % 2, down = f / 2 % Config::kKh;
+    const int right = f / 2 / Config::kKh % Config::kKw, k = f / 2 / H::kTaps;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      word[i] = weight_pair<T, true>(p, group, 16 * k + i / 2 * 8 + 2 * q, 16 * m + i % 2 * 8 + g,
+                                     Config::kKh - 1 - down, Config::kKw - 1 - right);
+    }
+  } else if (n < kWords) {
+    const int f = (n - H::kTable) / kWarp, tap = f % H::kTaps, octet = f / H::kTaps;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      word[i] = weight_pair<T, true>(p, group, 8 * octet + 2 * q, 8 * i + g,
+                                     Config::kKh - 1 - tap / Config::kKw,
+                                     Config::kKw - 1 - tap % Config::kKw);
+    }
+  }
+  if (n < kWords) {
+    static_cast<uint4*>(p.table)[group * kWords + n] = {word[0], word[1], word[2], word[3]};
+  }
+}
+
+// ------------------------------------------------------------------------------------------ weight
+
+template <class Config>
+struct WeightSizes {
+  static constexpr int kKeys = 128, kRows = 2;
+  using Tile = HeadTile<Config, kRows, kKeys, Heads<Config>::kLeft>;
+  static constexpr int kP = Tile::kBytes;                           // [row][32 keys][16][m][lane]
+  static constexpr int kTotals = kP + kRows * kKeys * kPosition;    // [octet][tap][m][lane]
+  static constexpr int kStatistics = kTotals + 4 * Heads<Config>::kTaps * 2 * kWarp * 16;
+  static constexpr int kMeans = kStatistics + kRows * kHeads * 8;   // [row][octet][head]
+  static constexpr int kBytes = kMeans + kRows * 4 * kHeads * 4;
+};
+
+// What a warp sums: a row of P times eight outputs.
+template <class Config>
+struct WeightWarp {
+  using T = typename Config::T;
+  using W = WeightSizes<Config>;
+  using H = Heads<Config>;
+  using Tile = typename W::Tile;
+  float sum[H::kTaps][2][4];  // [tap][m][2 h + e]: head 16 m + 8 h + g, output 8 octet + 2 q + e
+  float bias = 0;             // of output 8 octet + g
+  int row, octet, lane;
+
+  __device__ WeightWarp()
+      : row(threadIdx.x / kWarp / 4), octet(threadIdx.x / kWarp % 4), lane(threadIdx.x % kWarp) {}
+
+  __device__ void clear() {
+#pragma unroll
+    for (int tap = 0; tap < H::kTaps; ++tap) {
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        sum[tap][n / 4][n % 4] = 0;
+      }
+    }
+  }
+
+  // The keys of a tile, from j0 on; `query` is the row of P.
+  __device__ void multiply_tile(const MultiTokenParams& p, const char* shared, int query, int j0) {
+    unsigned start[Config::kKw];
+#pragma unroll
+    for (int right = 0; right < Config::kKw; ++right) {
+      start[right] = shared_address(shared) + row * Tile::kPitch +
+                     matrix_row(Tile::kSkip + right + lane / 8 * 2, octet);
+    }
+    const uint4* fragments =
+        reinterpret_cast<const uint4*>(shared + W::kP) + row * (W::kKeys / 8 * kWarp) + lane;
+    const int first_query = query - (Config::kKh - 1) + p.row_origin;  // of dy: that of `down` 0
+#pragma unroll 1
+    for (int part = 0; part < W::kKeys / 32; ++part) {
+      if (j0 + part * 32 > query) {
+        break;
+      }
+      uint4 a[2][2];
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        a[n / 2][n % 2] = fragments[(part * 4 + n) * kWarp];
+      }
+#pragma unroll
+      for (int down = 0; down < Config::kKh; ++down) {
+        if (first_query + down < 0 || first_query + down >= p.seq) {
+          continue;  // no dy there, and P may be NaN
+        }
+#pragma unroll
+        for (int right = 0; right < Config::kKw; ++right) {
+          unsigned b[4];
+          load_matrices_transposed(b, start[right] + down * Tile::kPitch + part * 32 * kPosition);
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+#pragma unroll
+            for (int m = 0; m < 2; ++m) {
+              const uint4& w = a[half][m];
+              multiply<T>(sum[down * Config::kKw + right][m], w.x, w.y, w.z, w.w, b[2 * half],
+                          b[2 * half + 1]);
+            }
+          }
+          if (right == H::kLeft && first_query + down == query) {  // dy of the row itself
+#pragma unroll
+            for (int n = 0; n < 4; ++n) {
+              float low, high;
+              unpack<T>(b[n], low, high);
+              bias += low + high;
+            }
+          }
+        }
+      }
+    }
+  }
+
+  // What these sums add to the means of the row.
+  __device__ void store_means(const MultiTokenParams& p, int group, float* means) const {
+    const uint4* table = static_cast<const uint4*>(p.table) +
+                         group * (H::kTable + H::kShares) + H::kTable +
+                         octet * H::kTaps * kWarp + lane;
+    float mean[4] = {};
+#pragma unroll
+    for (int tap = 0; tap < H::kTaps; ++tap) {
+      const uint4 v = table[tap * kWarp];
+      const unsigned word[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float low, high;
+        unpack<T>(word[i], low, high);
+        mean[i] += low * sum[tap][i / 2][i % 2 * 2] + high * sum[tap][i / 2][i % 2 * 2 + 1];
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      mean[i] += __shfl_xor_sync(0xffffffffu, mean[i], 1);
+      mean[i] += __shfl_xor_sync(0xffffffffu, mean[i], 2);
+      if (lane % 4 == 0) {
+        means[(row * 4 + octet) * kHeads + 8 * i + lane / 4] = mean[i];
+      }
+    }
+  }
+
+  __device__ void add_to(float4* totals) const {
+#pragma unroll
+    for (int n = 0; n < 2 * H::kTaps; ++n) {
+      float4& total = totals[(octet * 2 * H::kTaps + n) * kWarp + lane];
+      const float(&s)[4] = sum[n / 2][n % 2];
+      const float4 t = total;
+      total = float4{t.x + s[0], t.y + s[1], t.z + s[2], t.w + s[3]};
+    }
+  }
+};
+
+// Scores of two heads, 8 apart, of which a thread makes fragments of P: (row, 32 keys, m) by warp.
+template <class Config>
+struct WeightScores {
+  using T = typename Config::T;
+  using W = WeightSizes<Config>;
+  static constexpr int kTasks = 2;
+  Pack<T, 8> x[kTasks][2];
+
+  __device__ static int part() { return threadIdx.x / kWarp / 2; }
+  __device__ static int m() { return threadIdx.x / kWarp % 2; }
+  __device__ static int head(int h) { return 16 * m() + 8 * h + threadIdx.x % kWarp / 4; }
+  __device__ static int key(int j0, int task) {
+    return j0 + part() * 32 + threadIdx.x % 4 * 8;
+  }
+
+  __device__ void load(const MultiTokenParams& p, int64 item, int group, int first, int j0) {
+#pragma unroll
+    for (int task = 0; task < kTasks; ++task) {
+      const int query = first + task;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const bool inside = query < p.seq && head(h) < Config::kIn;
+        x[task][h] = read_eight<Config>(
+            row_start<T>(p.scores, p.scores_stride, item, int64(group) * Config::kIn + head(h),
+                         query), key(j0, task), inside ? query : kNoKey);
+      }
+    }
+  }
+
+  __device__ void store(const MultiTokenParams& p, int first, int j0, char* shared) {
+    const float2* statistics = reinterpret_cast<const float2*>(shared + W::kStatistics);
+#pragma unroll
+    for (int task = 0; task < kTasks; ++task) {
+      const int count = first + task < p.seq ? first + task - key(j0, task) + 1 : 0;
+      unsigned word[2][4];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float2 s = statistics[task * kHeads + head(h)];
+        const int exist = head(h) < Config::kIn ? count : 0;
+#pragma unroll
+        for (int k = 0; k < 8; k += 2) {
+          float low, high;
+          unpack<T>(x[task][h].word[k / 2], low, high);
+          word[h][k / 2] = pack<T>(k < exist ? attention_weight<Config>(low, s) : 0,
+                                   k + 1 < exist ? attention_weight<Config>(high, s) : 0);
+        }
+      }
+      uint4* to = reinterpret_cast<uint4*>(shared + W::kP) +
+                  ((task * (W::kKeys / 32) + part()) * 4 + m()) * kWarp + threadIdx.x % kWarp;
+      to[0] = {word[0][0], word[1][0], word[0][1], word[1][1]};
+      to[2 * kWarp] = {word[0][2], word[1][2], word[0][3], word[1][3]};
+    }
+  }
+};
+
+template <class Config>
+__device__ void multi_token_heads_weight(const MultiTokenParams& p) {
+  using T = typename Config::T;
+  using W = WeightSizes<Config>;
+  using H = Heads<Config>;
+  using Tile = typename W::Tile;
+  static_assert(W::kBytes == Config::kShared, "shared memory: configs/multi_token_bwd.py differs");
+  char* shared = reinterpret_cast<char*>(heads_shared);
+  float4* totals = reinterpret_cast<float4*>(shared + W::kTotals);
+  float2* statistics = reinterpret_cast<float2*>(shared + W::kStatistics);
+  float* means = reinterpret_cast<float*>(shared + W::kMeans);
+  const int group = int(blockIdx.x) % p.groups, chunk = int(blockIdx.x) / p.groups;
+  const int batch = int(p.batch), pairs = (p.seq + 1) / 2;
+  const int number = threadIdx.x;  // (row, head) of statistics and means, if below 64
+
+  WeightWarp<Config> mine;
+  for (int n = threadIdx.x; n < 4 * H::kTaps * 2 * kWarp; n += Config::kThreads) {
+    totals[n] = float4{0, 0, 0, 0};
+  }
+#pragma unroll 1
+  for (int n = chunk; n < batch * pairs; n += p.chunks) {
+    const int64 item = n % batch;
+    const int first = (pairs - 1 - n / batch) * 2, last = min(first + 1, p.seq - 1);
+    const int query = first + number / kHeads, head = number % kHeads;
+    const int64 of_row = (item * p.heads_in + group * Config::kIn + head) * p.seq + query;
+    const bool has_row = number < 2 * kHeads && query < p.seq && head < Config::kIn;
+    if (has_row) {  // nobody reads these since the last barrier
+      statistics[number] = {static_cast<const float*>(p.shift)[of_row],
+                            static_cast<const float*>(p.factor)[of_row]};
+    }
+    mine.clear();
+#pragma unroll 1
+    for (int j0 = 0; j0 <= last; j0 += W::kKeys) {
+      WeightScores<Config> scores;
+      scores.load(p, item, group, first, j0);
+      __syncthreads();  // tile and fragments are free again, statistics readable
+      fill_tile<Config, Tile, 1>(shared, [&](int row, int quad, int column, Pack<T, 8>(&x)[4]) {
+        read_dy<Config>(p, item, group, first + row - (Config::kKh - 1) + p.row_origin, quad,
+                        j0 - Tile::kBefore + column, x);
+      });
+      scores.store(p, first, j0, shared);
+      __syncthreads();  // tile and fragments are readable
+      if (first + mine.row < p.seq) {
+        mine.multiply_tile(p, shared, first + mine.row, j0);
+      }
+    }
+    mine.store_means(p, group, means);
+    if (mine.row == 0) {
+      mine.add_to(totals);
+    }
+    __syncthreads();  // means and the totals of the first row are written
+    if (mine.row == 1) {
+      mine.add_to(totals);
+    }
+    if (has_row) {
+      const float* of_octet = means + number / kHeads * 4 * kHeads + head;
+      static_cast<float*>(p.mean)[of_row] =
+          of_octet[0] + of_octet[kHeads] + (of_octet[2 * kHeads] + of_octet[3 * kHeads]);
+    }
+  }
+
+  __syncthreads();  // totals are complete, means free
+  mine.bias += __shfl_xor_sync(0xffffffffu, mine.bias, 1);
+  mine.bias += __shfl_xor_sync(0xffffffffu, mine.bias, 2);
+  if (mine.lane % 4 == 0) {
+    means[mine.row * kHeads + 8 * mine.octet + mine.lane / 4] = mine.bias;
+  }
+  __syncthreads();  // bias readable
+  float* partial = static_cast<float*>(p.partial) + chunk;
+  const int64 first_output = int64(group) * Config::kOut;
+  if (p.d_bias && number < Config::kOut) {
+    partial[(int64(p.heads_out) * (Config::kIn * H::kTaps) + first_output + number) * p.chunks] =
+        means[number] + means[kHeads + number];
+  }
+  const float* total = reinterpret_cast<const float*>(totals);
+  for (int n = threadIdx.x; n < Config::kOut * Config::kIn * H::kTaps; n += Config::kThreads) {
+    const int tap = H::kTaps - 1 - n % H::kTaps;  // u and v run against `down` and `right`
+    const int c = n / H::kTaps % Config::kIn, o = n / H::kTaps / Config::kIn;
+    const int at = ((o / 8 * H::kTaps + tap) * 2 + c / 16) * kWarp + c % 8 * 4 + o % 8 / 2;
+    partial[(first_output * (Config::kIn * H::kTaps) + n) * p.chunks] =
+        total[at * 4 + c / 8 % 2 * 2 + o % 2];
+  }
+}
+
+// ------------------------------------------------------------------------------------------ scores
+
+template <class Config>
+struct ScoresSizes {
+  static constexpr int kRows = 8, kKeys = 64, kSpan = 256;  // of a tile, of a block
+  static constexpr int kHeight = 2;                         // rows of a warp
+  static constexpr int kPieces = kHeight * 4;               // of eight scores, of a lane
+  using Tile = HeadTile<Config, kRows, kKeys, Heads<Config>::kLeft>;
+  static constexpr int kTable = Tile::kBytes;
+  static constexpr int kStatistics = kTable + Heads<Config>::kTable * 16;  // [row][head]
+  static constexpr int kScores = kStatistics + kRows * kHeads * 16;        // [warp][piece][lane]
+  static constexpr int kBytes =
+      kScores + (Config::kStaged ? Config::kThreads * kPieces * 16 : 0);
+};
+
+// A lane's scores and d_scores: piece 4 row + i is head 8 i + lane / 4, eight keys.
+template <class Config>
+struct ScoresLane {
+  using T = typename Config::T;
+  using S = ScoresSizes<Config>;
+  int64 item;
+  int group, query, key;  // first row and key
+  int lane;
+
+  __device__ static int head(int i) { return 8 * i + int(threadIdx.x) % kWarp / 4; }
+
+  __device__ const T* scores(const MultiTokenParams& p, int row, int i) const {
+    return row_start<T>(p.scores, p.scores_stride, item, int64(group) * Config::kIn + head(i),
+                        query + row) + key;
+  }
+
+  // The last key of a row that there is for the lane.
+  __device__ int last(const MultiTokenParams& p, int row, int i) const {
+    return query + row < p.seq && head(i) < Config::kIn ? query + row : kNoKey;
+  }
+
+  __device__ void write(const MultiTokenParams& p, int row, int i, const Pack<T, 8>& x) const {
+    if (last(p, row, i) >= 0) {
+      const int64 head_in = item * p.heads_in + group * Config::kIn + head(i);
+      write_eight<Config>(static_cast<T*>(p.d_scores) + (head_in * p.seq + query + row) * p.seq + key,
+                          p.seq - key, x);
+    }
+  }
+
+  __device__ void write_zeros(const MultiTokenParams& p) const {
+    Pack<T, 8> zero;
+    zero.fill(0);
+#pragma unroll
+    for (int n = 0; n < S::kPieces; ++n) {
+      write(p, n / 4, n % 4, zero);
+    }
+  }
+
+  // Ask for the scores that are read with 16-byte copies.
+  __device__ void ask(const MultiTokenParams& p, uint4* staged) const {
+#pragma unroll
+    for (int n = 0; n < S::kPieces; ++n) {
+      if (key <= last(p, n / 4, n % 4)) {
+        copy_async(shared_address(staged + n * kWarp), scores(p, n / 4, n % 4), 16);
+      }
+    }
+    copies_end_group();
+  }
+
+  __device__ void write_gradients(const MultiTokenParams& p, const float (&sum)[S::kHeight][2][4][4],
+                                  const float4* statistics, const uint4* staged) const {
+#pragma unroll
+    for (int row = 0; row < S::kHeight; ++row) {
+      Pack<T, 8> x[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if constexpr (Config::kStaged) {
+          const uint4 v = staged[(row * 4 + i) * kWarp];
+          x[i].word[0] = v.x, x[i].word[1] = v.y, x[i].word[2] = v.z, x[i].word[3] = v.w;
+        } else {
+          x[i] = read_eight<Config>(scores(p, row, i) - key, key, last(p, row, i));
+        }
+      }
+      const int count = query + row - key + 1;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float4 s = statistics[row * kHeads + head(i)];
+        Pack<T, 8> y;
+#pragma unroll
+        for (int t = 0; t < 4; ++t) {
+          float low, high;
+          unpack<T>(x[i].word[t], low, high);
+          const float* gradient = sum[row][i / 2][t] + i % 2 * 2;
+          low = attention_weight<Config>(low, {s.x, s.y}) * (gradient[0] - s.z);
+          high = attention_weight<Config>(high, {s.x, s.y}) * (gradient[1] - s.z);
+          y.word[t] = pack<T>(2 * t < count ? low : 0, 2 * t + 1 < count ? high : 0);
+        }
+        write(p, row, i, y);
+      }
+    }
+  }
+};
+
+template <class Config>
+__device__ void multi_token_heads_scores(const MultiTokenParams& p) {
+  using T = typename Config::T;
+  using S = ScoresSizes<Config>;
+  using H = Heads<Config>;
+  using Tile = typename S::Tile;
+  static_assert(S::kBytes == Config::kShared, "shared memory: configs/multi_token_bwd.py differs");
+  static_assert(Config::kThreads / kWarp == S::kRows / S::kHeight * (S::kKeys / 32), "a tile");
+  char* shared = reinterpret_cast<char*>(heads_shared);
+  uint4* table = reinterpret_cast<uint4*>(shared + S::kTable);
+  float4* statistics = reinterpret_cast<float4*>(shared + S::kStatistics);
+  const Strip strip = Strip::of<S::kRows, S::kSpan>(p);
+  const int last = min(strip.query + S::kRows, p.seq) - 1;
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  const int row = warp % (S::kRows / S::kHeight) * S::kHeight, part = warp / (S::kRows / S::kHeight);
+  uint4* staged = reinterpret_cast<uint4*>(shared + S::kScores) + warp * S::kPieces * kWarp + lane;
+
+  if (strip.key <= last) {
+    const uint4* from = static_cast<const uint4*>(p.table) + strip.group * (H::kTable + H::kShares);
+    for (int n = threadIdx.x; n < H::kTable; n += Config::kThreads) {
+      copy_async(shared_address(table + n), from + n, 16);
+    }
+    const int n = threadIdx.x, query = strip.query + n / kHeads, head = n % kHeads;
+    static_assert(Config::kThreads == S::kRows * kHeads, "a row and head a thread");
+    if (query < p.seq && head < Config::kIn) {
+      const int64 of_row =
+          (strip.item * p.heads_in + strip.group * Config::kIn + head) * p.seq + query;
+      statistics[n] = {static_cast<const float*>(p.shift)[of_row],
+                       static_cast<const float*>(p.factor)[of_row],
+                       static_cast<const float*>(p.mean)[of_row], 0};
+    }
+  }
+  copies_end_group();
+#pragma unroll 1
+  for (int key = strip.key; key < min(strip.key + S::kSpan, p.seq); key += S::kKeys) {
+    const ScoresLane<Config> mine{strip.item, strip.group, strip.query + row,
+                                  key + part * 32 + lane % 4 * 8, lane};
+    const bool active = key + part * 32 <= min(mine.query + S::kHeight - 1, last);
+    if (key <= last) {
+      if (Config::kStaged) {
+        mine.ask(p, staged);
+      }
+      __syncthreads();  // the tile is free again
+      fill_tile<Config, Tile, 2>(shared, [&](int row, int quad, int column, Pack<T, 8>(&x)[4]) {
+        read_dy<Config>(p, strip.item, strip.group,
+                        strip.query + row - (Config::kKh - 1) + p.row_origin, quad,
+                        key - Tile::kBefore + column, x);
+      });
+      wait_for_copies<Config::kStaged ? 1 : 0>();  // of the table
+      __syncthreads();  // tile, table and statistics are readable
+    }
+    if (!active) {
+      mine.write_zeros(p);
+      continue;
+    }
+    float sum[S::kHeight][2][4][4] = {};
+    convolve<Config, Tile, S::kHeight, Config::kOut>(
+        sum, shared_address(shared) + row * Tile::kPitch + part * 32 * kPosition, table);
+    wait_for_copies<0>();  // of scores, by this thread
+    mine.write_gradients(p, sum, statistics + row * kHeads, staged);
+  }
+}
