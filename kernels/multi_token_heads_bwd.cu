@@ -19,7 +19,7 @@
 //
 // Weight    grid: (chunk, group), two blocks a multiprocessor. A block takes two rows of P at a time,
 //           longest first, and walks along their keys, 128 at a time:
-//             scores asked for | barrier | dy -> tile, P -> fragments | barrier | products
+//             barrier | scores asked for, dy -> tile, P -> fragments | barrier | products
 //           A warp has one of the rows and eight outputs, for all heads c and taps:
 //             d_weight (c) x (8 outputs, a tap) += P (c x keys) times dy (keys x outputs, shifted)
 //           At the end of a row these sums times the weights are its share of the mean, so that dP is
@@ -145,13 +145,14 @@ struct WeightWarp {
   // The keys of a tile, from j0 on; `query` is the row of P.
   __device__ void multiply_tile(const MultiTokenParams& p, const char* shared, int query, int j0) {
     unsigned start[Config::kKw];
+    const int at = opaque(lane);
 #pragma unroll
     for (int right = 0; right < Config::kKw; ++right) {
       start[right] = shared_address(shared) + row * Tile::kPitch +
-                     matrix_row(Tile::kSkip + right + lane / 8 * 2, octet);
+                     matrix_row(at, Tile::kSkip + right + at / 8 * 2, octet);
     }
     const uint4* fragments =
-        reinterpret_cast<const uint4*>(shared + W::kP) + row * (W::kKeys / 8 * kWarp) + lane;
+        reinterpret_cast<const uint4*>(shared + W::kP) + row * (W::kKeys / 8 * kWarp) + at;
     const int first_query = query - (Config::kKh - 1) + p.row_origin;  // of dy: that of `down` 0
 #pragma unroll 1
     for (int part = 0; part < W::kKeys / 32; ++part) {
@@ -232,58 +233,90 @@ struct WeightWarp {
   }
 };
 
-// Scores of two heads, 8 apart, of which a thread makes fragments of P: (row, 32 keys, m) by warp.
+// Scores of two heads, 8 apart, of two rows: what a thread makes fragments of P of. They come to where
+// its fragments will be: (row, 32 keys, m) by warp.
 template <class Config>
 struct WeightScores {
   using T = typename Config::T;
   using W = WeightSizes<Config>;
-  static constexpr int kTasks = 2;
-  Pack<T, 8> x[kTasks][2];
+  static constexpr bool kAsync = Config::kVector == 8;
+  const MultiTokenParams& p;
+  uint4* to;  // fragments of row 0, keys 0 .. 15 of 32; 2 kWarp further those of the others
+  int item, group, query, head, key;
 
-  __device__ static int part() { return threadIdx.x / kWarp / 2; }
-  __device__ static int m() { return threadIdx.x / kWarp % 2; }
-  __device__ static int head(int h) { return 16 * m() + 8 * h + threadIdx.x % kWarp / 4; }
-  __device__ static int key(int j0, int task) {
-    return j0 + part() * 32 + threadIdx.x % 4 * 8;
+  __device__ WeightScores(const MultiTokenParams& p, int item, int group, int first, int j0,
+                          char* shared)
+      : p(p), item(item), group(group), query(first) {
+    const unsigned thread = opaque(threadIdx.x), part = thread / kWarp / 2, m = thread / kWarp % 2;
+    to = reinterpret_cast<uint4*>(shared + W::kP) + (part * 4 + m) * kWarp + thread % kWarp;
+    head = 16 * m + thread % kWarp / 4;
+    key = j0 + part * 32 + thread % 4 * 8;
   }
 
-  __device__ void load(const MultiTokenParams& p, int64 item, int group, int first, int j0) {
+  __device__ uint4* place(int row, int h) const {
+    return to + row * (W::kKeys / 8 * kWarp) + h * 2 * kWarp;
+  }
+  __device__ const T* scores(int row, int h) const {
+    return row_start<T>(p.scores, p.scores_stride, item, int64(group) * Config::kIn + head + 8 * h,
+                        query + row);
+  }
+  __device__ int last(int row, int h) const {
+    return query + row < p.seq && head + 8 * h < Config::kIn ? query + row : kNoKey;
+  }
+
+  __device__ void ask() const {
+    if constexpr (kAsync) {
 #pragma unroll
-    for (int task = 0; task < kTasks; ++task) {
-      const int query = first + task;
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const bool inside = query < p.seq && head(h) < Config::kIn;
-        x[task][h] = read_eight<Config>(
-            row_start<T>(p.scores, p.scores_stride, item, int64(group) * Config::kIn + head(h),
-                         query), key(j0, task), inside ? query : kNoKey);
+      for (int n = 0; n < 4; ++n) {
+        if (key <= last(n / 2, n % 2)) {
+          copy_async(shared_address(place(n / 2, n % 2)), scores(n / 2, n % 2) + key, 16);
+        }
       }
+      copies_end_group();
     }
   }
 
-  __device__ void store(const MultiTokenParams& p, int first, int j0, char* shared) {
-    const float2* statistics = reinterpret_cast<const float2*>(shared + W::kStatistics);
+  __device__ void make_fragments(const float2* statistics) const {
+    wait_for_copies<0>();  // of this thread, which alone reads them
 #pragma unroll
-    for (int task = 0; task < kTasks; ++task) {
-      const int count = first + task < p.seq ? first + task - key(j0, task) + 1 : 0;
+    for (int row = 0; row < W::kRows; ++row) {
       unsigned word[2][4];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float2 s = statistics[task * kHeads + head(h)];
-        const int exist = head(h) < Config::kIn ? count : 0;
+        Pack<T, 8> x;
+        if constexpr (kAsync) {
+          const uint4 v = *place(row, h);
+          x.word[0] = v.x, x.word[1] = v.y, x.word[2] = v.z, x.word[3] = v.w;
+        } else {
+          x = read_eight<Config>(scores(row, h), key, last(row, h));
+        }
+        const float2 s = statistics[row * kHeads + head + 8 * h];
+        const int count = last(row, h) - key + 1;
 #pragma unroll
         for (int k = 0; k < 8; k += 2) {
           float low, high;
-          unpack<T>(x[task][h].word[k / 2], low, high);
-          word[h][k / 2] = pack<T>(k < exist ? attention_weight<Config>(low, s) : 0,
-                                   k + 1 < exist ? attention_weight<Config>(high, s) : 0);
+          unpack<T>(x.word[k / 2], low, high);
+          word[h][k / 2] = pack<T>(k < count ? attention_weight<Config>(low, s) : 0,
+                                   k + 1 < count ? attention_weight<Config>(high, s) : 0);
         }
       }
-      uint4* to = reinterpret_cast<uint4*>(shared + W::kP) +
-                  ((task * (W::kKeys / 32) + part()) * 4 + m()) * kWarp + threadIdx.x % kWarp;
-      to[0] = {word[0][0], word[1][0], word[0][1], word[1][1]};
-      to[2 * kWarp] = {word[0][2], word[1][2], word[0][3], word[1][3]};
+      *place(row, 0) = {word[0][0], word[1][0], word[0][1], word[1][1]};
+      *place(row, 1) = {word[0][2], word[1][2], word[0][3], word[1][3]};
     }
+  }
+};
+
+// The row and head of scores whose statistics and mean are one thread's.
+template <class Config>
+struct WeightRow {
+  bool exists;
+  int64 number;  // in the arrays of these
+
+  __device__ WeightRow(const MultiTokenParams& p, int item, int group, int first) {
+    const int query = first + int(threadIdx.x) / kHeads, head = threadIdx.x % kHeads;
+    exists = threadIdx.x < WeightSizes<Config>::kRows * kHeads && query < p.seq &&
+             head < Config::kIn;
+    number = (int64(item) * p.heads_in + group * Config::kIn + head) * p.seq + query;
   }
 };
 
@@ -300,7 +333,6 @@ __device__ void multi_token_heads_weight(const MultiTokenParams& p) {
   float* means = reinterpret_cast<float*>(shared + W::kMeans);
   const int group = int(blockIdx.x) % p.groups, chunk = int(blockIdx.x) / p.groups;
   const int batch = int(p.batch), pairs = (p.seq + 1) / 2;
-  const int number = threadIdx.x;  // (row, head) of statistics and means, if below 64
 
   WeightWarp<Config> mine;
   for (int n = threadIdx.x; n < 4 * H::kTaps * 2 * kWarp; n += Config::kThreads) {
@@ -308,26 +340,23 @@ __device__ void multi_token_heads_weight(const MultiTokenParams& p) {
   }
 #pragma unroll 1
   for (int n = chunk; n < batch * pairs; n += p.chunks) {
-    const int64 item = n % batch;
+    const int item = n % batch;
     const int first = (pairs - 1 - n / batch) * 2, last = min(first + 1, p.seq - 1);
-    const int query = first + number / kHeads, head = number % kHeads;
-    const int64 of_row = (item * p.heads_in + group * Config::kIn + head) * p.seq + query;
-    const bool has_row = number < 2 * kHeads && query < p.seq && head < Config::kIn;
-    if (has_row) {  // nobody reads these since the last barrier
-      statistics[number] = {static_cast<const float*>(p.shift)[of_row],
-                            static_cast<const float*>(p.factor)[of_row]};
+    const WeightRow<Config> of_thread(p, item, group, first);
+    if (of_thread.exists) {  // nobody reads these since the last barrier
+      statistics[threadIdx.x] = {static_cast<const float*>(p.shift)[of_thread.number],
+                                 static_cast<const float*>(p.factor)[of_thread.number]};
     }
     mine.clear();
 #pragma unroll 1
     for (int j0 = 0; j0 <= last; j0 += W::kKeys) {
-      WeightScores<Config> scores;
-      scores.load(p, item, group, first, j0);
       __syncthreads();  // tile and fragments are free again, statistics readable
+      WeightScores<Config>(p, item, group, first, j0, shared).ask();
       fill_tile<Config, Tile, 1>(shared, [&](int row, int quad, int column, Pack<T, 8>(&x)[4]) {
         read_dy<Config>(p, item, group, first + row - (Config::kKh - 1) + p.row_origin, quad,
                         j0 - Tile::kBefore + column, x);
       });
-      scores.store(p, first, j0, shared);
+      WeightScores<Config>(p, item, group, first, j0, shared).make_fragments(statistics);
       __syncthreads();  // tile and fragments are readable
       if (first + mine.row < p.seq) {
         mine.multiply_tile(p, shared, first + mine.row, j0);
@@ -341,9 +370,10 @@ __device__ void multi_token_heads_weight(const MultiTokenParams& p) {
     if (mine.row == 1) {
       mine.add_to(totals);
     }
-    if (has_row) {
-      const float* of_octet = means + number / kHeads * 4 * kHeads + head;
-      static_cast<float*>(p.mean)[of_row] =
+    const WeightRow<Config> done(p, item, group, opaque(first));
+    if (done.exists) {
+      const float* of_octet = means + threadIdx.x / kHeads * 4 * kHeads + threadIdx.x % kHeads;
+      static_cast<float*>(p.mean)[done.number] =
           of_octet[0] + of_octet[kHeads] + (of_octet[2 * kHeads] + of_octet[3 * kHeads]);
     }
   }
@@ -357,9 +387,10 @@ __device__ void multi_token_heads_weight(const MultiTokenParams& p) {
   __syncthreads();  // bias readable
   float* partial = static_cast<float*>(p.partial) + chunk;
   const int64 first_output = int64(group) * Config::kOut;
-  if (p.d_bias && number < Config::kOut) {
-    partial[(int64(p.heads_out) * (Config::kIn * H::kTaps) + first_output + number) * p.chunks] =
-        means[number] + means[kHeads + number];
+  if (p.d_bias && threadIdx.x < Config::kOut) {
+    const int64 weights = int64(p.heads_out) * (Config::kIn * H::kTaps);
+    partial[(weights + first_output + threadIdx.x) * p.chunks] =
+        means[threadIdx.x] + means[kHeads + threadIdx.x];
   }
   const float* total = reinterpret_cast<const float*>(totals);
   for (int n = threadIdx.x; n < Config::kOut * Config::kIn * H::kTaps; n += Config::kThreads) {
@@ -381,9 +412,15 @@ struct ScoresSizes {
   using Tile = HeadTile<Config, kRows, kKeys, Heads<Config>::kLeft>;
   static constexpr int kTable = Tile::kBytes;
   static constexpr int kStatistics = kTable + Heads<Config>::kTable * 16;  // [row][head]
-  static constexpr int kScores = kStatistics + kRows * kHeads * 16;        // [warp][piece][lane]
+  static constexpr int kStrip = kStatistics + kRows * kHeads * 16;         // what the block does
+  static constexpr int kScores = kStrip + 16;                              // [warp][piece][lane]
   static constexpr int kBytes =
       kScores + (Config::kStaged ? Config::kThreads * kPieces * 16 : 0);
+  static_assert(Config::kThreads / kWarp == kRows / kHeight * (kKeys / 32), "a tile");
+
+  // First row of a thread's warp in the tile, and which 32 keys.
+  __device__ static int row(unsigned thread) { return thread / kWarp % (kRows / kHeight) * kHeight; }
+  __device__ static int part(unsigned thread) { return thread / kWarp / (kRows / kHeight); }
 };
 
 // A lane's scores and d_scores: piece 4 row + i is head 8 i + lane / 4, eight keys.
@@ -391,26 +428,41 @@ template <class Config>
 struct ScoresLane {
   using T = typename Config::T;
   using S = ScoresSizes<Config>;
-  int64 item;
-  int group, query, key;  // first row and key
-  int lane;
+  int item, group, query, key;  // first row and key
+  int row, head;                // the row in the tile; the head of piece 0
 
-  __device__ static int head(int i) { return 8 * i + int(threadIdx.x) % kWarp / 4; }
+  // In the tile of keys `tile_key` ..
+  __device__ ScoresLane(const Strip& strip, int tile_key)
+      : item(strip.item),
+        group(strip.group),
+        query(strip.query),
+        key(tile_key) {
+    const unsigned thread = opaque(threadIdx.x);
+    row = S::row(thread), head = thread % kWarp / 4;
+    query += row;
+    key += S::part(thread) * 32 + thread % 4 * 8;
+  }
 
-  __device__ const T* scores(const MultiTokenParams& p, int row, int i) const {
-    return row_start<T>(p.scores, p.scores_stride, item, int64(group) * Config::kIn + head(i),
-                        query + row) + key;
+  __device__ static uint4* staged(char* shared) {
+    const unsigned thread = opaque(threadIdx.x);
+    return reinterpret_cast<uint4*>(shared + S::kScores) + thread / kWarp * S::kPieces * kWarp +
+           thread % kWarp;
+  }
+
+  __device__ const T* scores(const MultiTokenParams& p, int at, int i) const {
+    return row_start<T>(p.scores, p.scores_stride, item, int64(group) * Config::kIn + head + 8 * i,
+                        query + at) + key;
   }
 
   // The last key of a row that there is for the lane.
-  __device__ int last(const MultiTokenParams& p, int row, int i) const {
-    return query + row < p.seq && head(i) < Config::kIn ? query + row : kNoKey;
+  __device__ int last(const MultiTokenParams& p, int at, int i) const {
+    return query + at < p.seq && head + 8 * i < Config::kIn ? query + at : kNoKey;
   }
 
-  __device__ void write(const MultiTokenParams& p, int row, int i, const Pack<T, 8>& x) const {
-    if (last(p, row, i) >= 0) {
-      const int64 head_in = item * p.heads_in + group * Config::kIn + head(i);
-      write_eight<Config>(static_cast<T*>(p.d_scores) + (head_in * p.seq + query + row) * p.seq + key,
+  __device__ void write(const MultiTokenParams& p, int at, int i, const Pack<T, 8>& x) const {
+    if (last(p, at, i) >= 0) {
+      const int64 head_in = int64(item) * p.heads_in + group * Config::kIn + head + 8 * i;
+      write_eight<Config>(static_cast<T*>(p.d_scores) + (head_in * p.seq + query + at) * p.seq + key,
                           p.seq - key, x);
     }
   }
@@ -425,109 +477,125 @@ struct ScoresLane {
   }
 
   // Ask for the scores that are read with 16-byte copies.
-  __device__ void ask(const MultiTokenParams& p, uint4* staged) const {
+  __device__ void ask(const MultiTokenParams& p, char* shared) const {
+    const unsigned to = shared_address(staged(shared));
 #pragma unroll
     for (int n = 0; n < S::kPieces; ++n) {
       if (key <= last(p, n / 4, n % 4)) {
-        copy_async(shared_address(staged + n * kWarp), scores(p, n / 4, n % 4), 16);
+        copy_async(to + n * kWarp * 16, scores(p, n / 4, n % 4), 16);
       }
     }
     copies_end_group();
   }
 
   __device__ void write_gradients(const MultiTokenParams& p, const float (&sum)[S::kHeight][2][4][4],
-                                  const float4* statistics, const uint4* staged) const {
+                                  const float4* statistics, char* shared) const {
+    const float4* of_row = statistics + row * kHeads + head;
+    const uint4* of_lane = staged(shared);
 #pragma unroll
-    for (int row = 0; row < S::kHeight; ++row) {
+    for (int at = 0; at < S::kHeight; ++at) {
       Pack<T, 8> x[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         if constexpr (Config::kStaged) {
-          const uint4 v = staged[(row * 4 + i) * kWarp];
+          const uint4 v = of_lane[(at * 4 + i) * kWarp];
           x[i].word[0] = v.x, x[i].word[1] = v.y, x[i].word[2] = v.z, x[i].word[3] = v.w;
         } else {
-          x[i] = read_eight<Config>(scores(p, row, i) - key, key, last(p, row, i));
+          x[i] = read_eight<Config>(scores(p, at, i) - key, key, last(p, at, i));
         }
       }
-      const int count = query + row - key + 1;
+      const int count = query + at - key + 1;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float4 s = statistics[row * kHeads + head(i)];
+        const float4 s = of_row[at * kHeads + 8 * i];
         Pack<T, 8> y;
 #pragma unroll
         for (int t = 0; t < 4; ++t) {
           float low, high;
           unpack<T>(x[i].word[t], low, high);
-          const float* gradient = sum[row][i / 2][t] + i % 2 * 2;
+          const float* gradient = sum[at][i / 2][t] + i % 2 * 2;
           low = attention_weight<Config>(low, {s.x, s.y}) * (gradient[0] - s.z);
           high = attention_weight<Config>(high, {s.x, s.y}) * (gradient[1] - s.z);
           y.word[t] = pack<T>(2 * t < count ? low : 0, 2 * t + 1 < count ? high : 0);
         }
-        write(p, row, i, y);
+        write(p, at, i, y);
       }
     }
   }
 };
 
+// Copies the table, unless all that the block writes is 0, and has the statistics and the strip read.
 template <class Config>
-__device__ void multi_token_heads_scores(const MultiTokenParams& p) {
-  using T = typename Config::T;
+__device__ inline void begin_strip(const MultiTokenParams& p, uint4* table, float4* statistics,
+                                   Strip* stored) {
   using S = ScoresSizes<Config>;
   using H = Heads<Config>;
-  using Tile = typename S::Tile;
-  static_assert(S::kBytes == Config::kShared, "shared memory: configs/multi_token_bwd.py differs");
-  static_assert(Config::kThreads / kWarp == S::kRows / S::kHeight * (S::kKeys / 32), "a tile");
-  char* shared = reinterpret_cast<char*>(heads_shared);
-  uint4* table = reinterpret_cast<uint4*>(shared + S::kTable);
-  float4* statistics = reinterpret_cast<float4*>(shared + S::kStatistics);
   const Strip strip = Strip::of<S::kRows, S::kSpan>(p);
-  const int last = min(strip.query + S::kRows, p.seq) - 1;
-  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  const int row = warp % (S::kRows / S::kHeight) * S::kHeight, part = warp / (S::kRows / S::kHeight);
-  uint4* staged = reinterpret_cast<uint4*>(shared + S::kScores) + warp * S::kPieces * kWarp + lane;
-
-  if (strip.key <= last) {
+  const int n = threadIdx.x, query = strip.query + n / kHeads, head = n % kHeads;
+  static_assert(Config::kThreads == S::kRows * kHeads, "a row and head a thread");
+  if (n == 0) {
+    *stored = strip;
+  }
+  if (strip.key < min(strip.query + S::kRows, p.seq)) {
     const uint4* from = static_cast<const uint4*>(p.table) + strip.group * (H::kTable + H::kShares);
-    for (int n = threadIdx.x; n < H::kTable; n += Config::kThreads) {
-      copy_async(shared_address(table + n), from + n, 16);
+    for (int k = n; k < H::kTable; k += Config::kThreads) {
+      copy_async(shared_address(table + k), from + k, 16);
     }
-    const int n = threadIdx.x, query = strip.query + n / kHeads, head = n % kHeads;
-    static_assert(Config::kThreads == S::kRows * kHeads, "a row and head a thread");
     if (query < p.seq && head < Config::kIn) {
       const int64 of_row =
-          (strip.item * p.heads_in + strip.group * Config::kIn + head) * p.seq + query;
+          (int64(strip.item) * p.heads_in + strip.group * Config::kIn + head) * p.seq + query;
       statistics[n] = {static_cast<const float*>(p.shift)[of_row],
                        static_cast<const float*>(p.factor)[of_row],
                        static_cast<const float*>(p.mean)[of_row], 0};
     }
   }
   copies_end_group();
+  __syncthreads();  // strip and statistics are readable
+}
+
+template <class Config>
+__device__ void multi_token_heads_scores(const MultiTokenParams& p) {
+  using T = typename Config::T;
+  using S = ScoresSizes<Config>;
+  using Tile = typename S::Tile;
+  static_assert(S::kBytes == Config::kShared, "shared memory: configs/multi_token_bwd.py differs");
+  char* shared = reinterpret_cast<char*>(heads_shared);
+  uint4* table = reinterpret_cast<uint4*>(shared + S::kTable);
+  float4* statistics = reinterpret_cast<float4*>(shared + S::kStatistics);
+  Strip* stored = reinterpret_cast<Strip*>(shared + S::kStrip);
+  begin_strip<Config>(p, table, statistics, stored);
 #pragma unroll 1
-  for (int key = strip.key; key < min(strip.key + S::kSpan, p.seq); key += S::kKeys) {
-    const ScoresLane<Config> mine{strip.item, strip.group, strip.query + row,
-                                  key + part * 32 + lane % 4 * 8, lane};
-    const bool active = key + part * 32 <= min(mine.query + S::kHeight - 1, last);
+  for (int tile = 0; tile < S::kSpan / S::kKeys; ++tile) {
+    const int key = Strip::at(stored).key + tile * S::kKeys;
+    if (key >= p.seq) {
+      break;
+    }
+    const int last = min(stored->query + S::kRows, p.seq) - 1;
     if (key <= last) {
       if (Config::kStaged) {
-        mine.ask(p, staged);
+        ScoresLane<Config>(Strip::at(stored), key).ask(p, shared);
       }
       __syncthreads();  // the tile is free again
-      fill_tile<Config, Tile, 2>(shared, [&](int row, int quad, int column, Pack<T, 8>(&x)[4]) {
-        read_dy<Config>(p, strip.item, strip.group,
-                        strip.query + row - (Config::kKh - 1) + p.row_origin, quad,
-                        key - Tile::kBefore + column, x);
-      });
+      const Strip strip = Strip::at(stored);
+      const int first = strip.query - (Config::kKh - 1) + p.row_origin;
+      fill_tile<Config, Tile, 1>(
+          shared, [&](int row, int quad, int column, Pack<T, 8>(&x)[4]) {
+            read_dy<Config>(p, strip.item, strip.group, first + row, quad,
+                            key - Tile::kBefore + column, x);
+          });
       wait_for_copies<Config::kStaged ? 1 : 0>();  // of the table
-      __syncthreads();  // tile, table and statistics are readable
+      __syncthreads();  // tile and table are readable
     }
-    if (!active) {
-      mine.write_zeros(p);
+    const unsigned thread = opaque(threadIdx.x);
+    const int row = S::row(thread), part = S::part(thread);
+    if (key + part * 32 > min(stored->query + row + S::kHeight - 1, last)) {
+      ScoresLane<Config>(Strip::at(stored), key).write_zeros(p);
       continue;
     }
     float sum[S::kHeight][2][4][4] = {};
     convolve<Config, Tile, S::kHeight, Config::kOut>(
         sum, shared_address(shared) + row * Tile::kPitch + part * 32 * kPosition, table);
     wait_for_copies<0>();  // of scores, by this thread
-    mine.write_gradients(p, sum, statistics + row * kHeads, staged);
+    ScoresLane<Config>(Strip::at(stored), key).write_gradients(p, sum, statistics, shared);
   }
 }

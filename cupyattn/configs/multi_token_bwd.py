@@ -199,7 +199,7 @@ class HeadsBackward(Row):
         tile = (rows + kh - 1) * blocks * 512
         if part == "weight":
             return tile + rows * keys * 64 + taps * 4096 + rows * 256 + rows * 512
-        return tile + taps * 2048 + rows * 512 + self.staged * self.THREADS * 128
+        return tile + taps * 2048 + rows * 512 + 16 + self.staged * self.THREADS * 128
 
     def _kernel(self, problem: Problem, part: str) -> Kernel:
         (channels, outputs), (kh, kw) = group_heads(problem), problem.weight.shape[2:]
@@ -217,7 +217,7 @@ class HeadsBackward(Row):
                       params="MultiTokenParams",
                       config=(*config, *(f"static constexpr int k{k} = {n};"
                                          for k, n in numbers.items())),
-                      threads=self.THREADS, blocks=1 if part == "table" else 2)
+                      threads=self.THREADS, blocks=2 if part != "table" and vector == 8 else 1)
 
     def kernels(self) -> tuple[Kernel, ...]:
         """Return the kernels of a few common problems; others are compiled when they are met."""

@@ -29,6 +29,13 @@ constexpr int kNoKey = -64;  // before any key of a tile
 
 __device__ constexpr int up_to_eight(int x) { return (x + 7) / 8 * 8; }
 
+// Hides from the compiler that a number is known before, lest it computes what follows from it
+// ahead of a loop and holds that in registers.
+__device__ inline unsigned opaque(unsigned x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // Copy 16 bytes to shared memory.
 __device__ inline void copy_async(unsigned to, const void* from, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
@@ -56,9 +63,8 @@ struct HeadTile {
 };
 
 // Where a lane's row of a matrix is, for columns 8 (lane % 8 / 2) + s + lane % 2, piece `piece`,
-// from the start of 32 columns; s may depend on the lane.
-__device__ inline int matrix_row(int s, int piece) {
-  const int lane = threadIdx.x % kWarp;
+// from the start of 32 columns; s may depend on the lane, below 32.
+__device__ inline int matrix_row(int lane, int s, int piece) {
   const int column = lane % 8 / 2 * 8 + s + lane % 2;
   return column * kPosition + (piece ^ column / 8 % 4) * 16;
 }
@@ -186,7 +192,7 @@ constexpr int kFragments = 2 * Config::kKh * Config::kKw * 2;  // of 512 bytes
 template <class Config, class Tile, int kHeight, int kIn>
 __device__ inline void convolve(float (&sum)[kHeight][2][4][4], unsigned tile, const uint4* table) {
   using T = typename Config::T;
-  const int lane = threadIdx.x % kWarp;
+  const int lane = opaque(threadIdx.x % kWarp);
 #pragma unroll 1
   for (int k = 0; k < (kIn + 15) / 16; ++k) {
     // Matrices of a load: pieces 2 k, 2 k + 1 of column t, then of t + 1. Addresses differ by constants
@@ -195,13 +201,13 @@ __device__ inline void convolve(float (&sum)[kHeight][2][4][4], unsigned tile, c
     unsigned even[4], mixed[2][24];
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
-      even[c] = tile + matrix_row(8 * c + later, piece);
+      even[c] = tile + matrix_row(lane, 8 * c + later, piece);
     }
 #pragma unroll
     for (int right = 0; right < Config::kKw; ++right) {
 #pragma unroll
       for (int t = 0; t < 2; ++t) {
-        mixed[t][right] = tile + matrix_row(Tile::kSkip + right + 4 * t + later, piece);
+        mixed[t][right] = tile + matrix_row(lane, Tile::kSkip + right + 4 * t + later, piece);
       }
     }
 #pragma unroll
@@ -243,9 +249,8 @@ __device__ inline void convolve(float (&sum)[kHeight][2][4][4], unsigned tile, c
 
 // One strip of rows of a matrix, and a span of its columns: what a block of the convolution does.
 // Long rows come first.
-struct Strip {
-  int64 item;
-  int group, query, key;
+struct alignas(16) Strip {
+  int item, group, query, key;
 
   template <int kRows, int kSpan>
   __device__ static Strip of(const MultiTokenParams& p) {
@@ -255,6 +260,9 @@ struct Strip {
     return {rest % pairs / p.groups, rest % pairs % p.groups,
             (strips - 1 - rest / pairs) * kRows, int(blockIdx.x) % spans * kSpan};
   }
+
+  // One that is in shared memory, so that no registers hold it and what follows from it meanwhile.
+  __device__ static Strip at(const Strip* stored) { return stored[opaque(0)]; }
 };
 
 // A word of a fragment: weight[output, channel, u, v] of two neighbours, or 0: of outputs if
