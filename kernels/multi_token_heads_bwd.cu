@@ -1,5 +1,5 @@
-// multi_token_heads_bwd.cu: multi-token attention with softmax, backward, up to 32 heads of a group on
-// matrix units.
+// multi_token_heads_bwd.cu: multi-token attention with softmax, backward, up to 32 heads of a group
+// on matrix units.
 //
 //   dP[c, i, j] = sum_{o, u, v} weight[o, c, u, v] * dy[o, i - u + r0, j - v + c0]
 //   mean(c, i)  = sum_j P dP;   d_scores = P * (dP - mean);   j <= i throughout
@@ -8,8 +8,9 @@
 //
 // Shapes    scores, dy: unit key stride, rows and pointers multiples of kVector elements; weight:
 //           any strides; d_scores: contiguous;  partial (elements of d_weight then d_bias, chunks),
-//           float;  shift, factor (batch, heads_in, seq): the largest score of a row and log2 of its
-//           sum;  mean: the same shape;  table: fragments of weights, for both products, by group
+//           float;  shift, factor (batch, heads_in, seq): the largest score of a row and log2 of
+//           its sum;  mean: the same shape;  table: fragments of weights, for both products, by
+//           group
 // Passes    multi_token_band_statistics  multi_token_band_fwd.cu: shift and factor
 //           multi_token_heads_table      weights -> table
 //           multi_token_heads_weight     d_weight and d_bias of a chunk of rows, and all means
@@ -17,24 +18,25 @@
 //           multi_token_d_weight         multi_token_bwd.cu: the sums of the chunks
 // Tile      common/multi_token_heads.cuh: dy of the rows that taps reach, masked
 //
-// Weight    grid: (chunk, group), two blocks a multiprocessor. A block takes two rows of P at a time,
-//           longest first, and walks along their keys, 128 at a time:
+// Weight    grid: (chunk, group), two blocks a multiprocessor. A block takes two rows of P at a
+//           time, longest first, and walks along their keys, 128 at a time:
 //             barrier | scores asked for, dy -> tile, P -> fragments | barrier | products
 //           A warp has one of the rows and eight outputs, for all heads c and taps:
 //             d_weight (c) x (8 outputs, a tap) += P (c x keys) times dy (keys x outputs, shifted)
-//           At the end of a row these sums times the weights are its share of the mean, so that dP is
-//           not needed for it; then they join the block's totals in shared memory
-// Scores    grid: (strip of 8 rows, item, group, 256 keys), long rows first. Tiles of 64 keys, one after
-//           the other:
+//           At the end of a row these sums times the weights are its mean, so that dP is not
+//           needed for it; then they join the block's totals in shared memory
+// Scores    grid: (strip of 8 rows, item, group, 256 keys), long rows first. Tiles of 64 keys, one
+//           after the other:
 //             scores asked for | barrier | dy -> tile | barrier | dP in registers, P, d_scores
 //           A warp has 2 rows x 32 keys of all heads
-// Memory    scores are read three times, dy twice (4/2 and 10/8 of the rows, mostly from L2), d_scores
-//           written once, zeros above the diagonal without reading anything
+// Memory    scores are read three times, dy twice (4/2 and 10/8 of the rows, mostly from L2),
+//           d_scores written once, zeros above the diagonal without reading anything
 // Accuracy  P is rounded to T for d_weight and the mean, as the textbook does; P, dP and all sums
 //           are float, and join totals at the end of a row
 // Limits    dilation 1; at most 9 taps and 32 heads in and out of a group
 // Config    T: f16 or bf16; kIn, kOut: heads of a group; kKh, kKw; kVector: elements per access;
-//           kStaged: scores wait in shared memory while dP is computed; kShared: bytes; kThreads: 256
+//           kStaged: scores wait in shared memory while dP is computed; kShared: bytes;
+//           kThreads: 256
 // Sources   as multi_token_fwd.cu
 #include "common/multi_token_heads.cuh"
 
@@ -58,8 +60,8 @@ __device__ inline float attention_weight(float x, float2 s) {
 
 // Four heads of eight columns of dy, from output `head` of the group and `key` on.
 template <class Config>
-__device__ inline void read_dy(const MultiTokenParams& p, int64 item, int group, int query, int head,
-                               int key, Pack<typename Config::T, 8> (&x)[4]) {
+__device__ inline void read_dy(const MultiTokenParams& p, int item, int group, int query,
+                               int head, int key, Pack<typename Config::T, 8> (&x)[4]) {
   using T = typename Config::T;
   const int last = query >= 0 && query < p.seq && key >= 0 ? query : kNoKey;
   const T* row = row_start<T>(p.dy, p.dy_stride, item, int64(group) * Config::kOut + head, query);
@@ -233,8 +235,8 @@ struct WeightWarp {
   }
 };
 
-// Scores of two heads, 8 apart, of two rows: what a thread makes fragments of P of. They come to where
-// its fragments will be: (row, 32 keys, m) by warp.
+// Scores of two heads, 8 apart, of two rows: what a thread makes fragments of P of. They come to
+// where its fragments will be: (row, 32 keys, m) by warp.
 template <class Config>
 struct WeightScores {
   using T = typename Config::T;
@@ -419,7 +421,9 @@ struct ScoresSizes {
   static_assert(Config::kThreads / kWarp == kRows / kHeight * (kKeys / 32), "a tile");
 
   // First row of a thread's warp in the tile, and which 32 keys.
-  __device__ static int row(unsigned thread) { return thread / kWarp % (kRows / kHeight) * kHeight; }
+  __device__ static int row(unsigned thread) {
+    return thread / kWarp % (kRows / kHeight) * kHeight;
+  }
   __device__ static int part(unsigned thread) { return thread / kWarp / (kRows / kHeight); }
 };
 
@@ -462,8 +466,8 @@ struct ScoresLane {
   __device__ void write(const MultiTokenParams& p, int at, int i, const Pack<T, 8>& x) const {
     if (last(p, at, i) >= 0) {
       const int64 head_in = int64(item) * p.heads_in + group * Config::kIn + head + 8 * i;
-      write_eight<Config>(static_cast<T*>(p.d_scores) + (head_in * p.seq + query + at) * p.seq + key,
-                          p.seq - key, x);
+      T* row = static_cast<T*>(p.d_scores) + (head_in * p.seq + query + at) * p.seq;
+      write_eight<Config>(row + key, p.seq - key, x);
     }
   }
 
@@ -488,7 +492,8 @@ struct ScoresLane {
     copies_end_group();
   }
 
-  __device__ void write_gradients(const MultiTokenParams& p, const float (&sum)[S::kHeight][2][4][4],
+  __device__ void write_gradients(const MultiTokenParams& p,
+                                  const float (&sum)[S::kHeight][2][4][4],
                                   const float4* statistics, char* shared) const {
     const float4* of_row = statistics + row * kHeads + head;
     const uint4* of_lane = staged(shared);
@@ -524,7 +529,7 @@ struct ScoresLane {
   }
 };
 
-// Copies the table, unless all that the block writes is 0, and has the statistics and the strip read.
+// Copies table and statistics, unless all that the block writes is 0, and stores the strip.
 template <class Config>
 __device__ inline void begin_strip(const MultiTokenParams& p, uint4* table, float4* statistics,
                                    Strip* stored) {
@@ -537,7 +542,8 @@ __device__ inline void begin_strip(const MultiTokenParams& p, uint4* table, floa
     *stored = strip;
   }
   if (strip.key < min(strip.query + S::kRows, p.seq)) {
-    const uint4* from = static_cast<const uint4*>(p.table) + strip.group * (H::kTable + H::kShares);
+    const uint4* from =
+        static_cast<const uint4*>(p.table) + strip.group * (H::kTable + H::kShares);
     for (int k = n; k < H::kTable; k += Config::kThreads) {
       copy_async(shared_address(table + k), from + k, 16);
     }

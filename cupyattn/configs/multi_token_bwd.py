@@ -8,7 +8,8 @@ from typing import TypeVar
 
 from .._program import (CTYPE, FLOATS, ITEMSIZE, Device, Kernel, Layout, Program, Row, Step, cdiv,
                         few)
-from .multi_token import ACTIVATIONS, MAX_GRID, Plain, Problem, group_heads, values, vector_of
+from .multi_token import (ACTIVATIONS, MAX_GRID, Plain, Problem, group_heads, statistics_blocks,
+                          statistics_kernel, statistics_step, values, vector_of)
 
 _AnyTile = TypeVar("_AnyTile", bound="_Tile")
 
@@ -147,8 +148,8 @@ class RingBackward(Row):
 class HeadsBackward(Row):
     """Both gradients on matrix units, with all heads of a position side by side in shared memory.
 
-    Row statistics, the sums of d_weight, which give the means of the rows too, then d_scores. Kernel
-    size and heads of a group are compiled in.
+    Row statistics, the sums of d_weight, which give the means of the rows too, then d_scores.
+    Kernel size and heads of a group are compiled in.
     """
 
     dtype: str
@@ -182,7 +183,7 @@ class HeadsBackward(Row):
         shared = max(self._shared(problem, part) for part in ("weight", "scores"))
         if shared > device.shared_memory:
             return f"{shared} bytes of shared memory exceed {device.shared_memory}"
-        if max(self._scores_blocks(problem), _statistics_blocks(problem)) > MAX_GRID:
+        if max(self._scores_blocks(problem), statistics_blocks(problem)) > MAX_GRID:
             return "blocks exceed a grid"
         return None
 
@@ -217,7 +218,8 @@ class HeadsBackward(Row):
                       params="MultiTokenParams",
                       config=(*config, *(f"static constexpr int k{k} = {n};"
                                          for k, n in numbers.items())),
-                      threads=self.THREADS, blocks=2 if part != "table" and vector == 8 else 1)
+                      threads=self.THREADS,
+                      blocks=2 if part != "table" and vector == 8 and kh <= 3 else 1)
 
     def kernels(self) -> tuple[Kernel, ...]:
         """Return the kernels of a few common problems; others are compiled when they are met."""
@@ -228,7 +230,7 @@ class HeadsBackward(Row):
 
         sizes = few(self.dtype, ((32, 16), (24, 16)) if self.staged else ((32, 15), (24, 16)))
         common = [problem(heads, seq) for heads, seq in sizes]
-        return (_statistics(common[0])[0],
+        return (statistics_kernel(common[0]),
                 *(self._kernel(one, part) for one in common
                   for part in ("table", "weight", "scores")),
                 Plain(self.dtype, "softmax", True)._kernel("d_weight"))
@@ -246,9 +248,8 @@ class HeadsBackward(Row):
                         shared=shared)
 
         known = ("shift", "factor")
-        statistics, blocks = _statistics(problem)
         return Program(
-            (step(statistics, blocks, 0, "scores", *known),
+            (statistics_step(problem),
              step(self._kernel(problem, "table"), problem.groups * cdiv(words, self.THREADS), 0,
                   "weight", "table"),
              step(self._kernel(problem, "weight"), problem.groups * chunks,
@@ -269,20 +270,6 @@ def _vector(problem: Problem) -> int:
     assert problem.dy is not None
     dy = problem.dy
     return math.gcd(vector_of(problem), dy.align // 2, *dy.strides[:-1])
-
-
-def _statistics_blocks(problem: Problem) -> int:
-    return cdiv(problem.batch * problem.heads_in * problem.seq, 8)
-
-
-def _statistics(problem: Problem) -> tuple[Kernel, int]:
-    """Return the kernel for the largest scores of rows and the logarithms of their sums; its grid."""
-    dtype, vector = problem.scores.dtype, vector_of(problem)
-    return Kernel(name=f"multi_token_fwd__band_{dtype}_statistics_v{vector}",
-                  source="multi_token_band_fwd.cu", function="multi_token_band_statistics",
-                  params="MultiTokenParams",
-                  config=(f"using T = {CTYPE[dtype]};", f"static constexpr int kVector = {vector};"),
-                  threads=256), _statistics_blocks(problem)
 
 
 @dataclass(frozen=True)

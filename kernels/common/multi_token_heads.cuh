@@ -1,18 +1,18 @@
-// multi_token_heads.cuh: multi-token attention of up to 32 heads on matrix units: tiles of positions
-// whose heads lie side by side, and the convolution over them.
+// multi_token_heads.cuh: multi-token attention of up to 32 heads on matrix units: tiles of
+// positions whose heads lie side by side, and the convolution over them.
 //
-// Tile      rows of the matrix x columns, a multiple of eight from a multiple of eight on; a position
-//           is 64 bytes, 32 heads. Taps shift by whole positions, so that any of them is a matrix
-//           with rows of 16 bytes, and a tap is a product of its own: what does not exist is never
-//           multiplied, and a NaN reaches what its taps reach
-// Banks     piece b (8 heads) of column r is at r * 64 + (b ^ r / 8 % 4) * 16. A matrix takes columns
-//           8 n + s and 8 n + s + 1, n = 0..3: halves of 128 bytes by r % 2, sixteenths by n. Writing,
-//           eight lanes have four heads of eight columns; of every second eight the columns of a pair
-//           change turns
-// Product   (16 heads out) x (16 heads in, one tap) x (8 positions). Positions 2 t + 8 n + {0, 1} are
-//           column t of a warp's 32, so that a lane ends with 8 neighbouring columns of a head
-// Rows      a warp has kHeight rows of 32 columns: a matrix of the tile is loaded once for all rows of
-//           taps that meet it
+// Tile      rows of the matrix x columns, a multiple of eight from a multiple of eight on; a
+//           position is 64 bytes, 32 heads. Taps shift by whole positions, so that any of them is
+//           a matrix with rows of 16 bytes, and a tap is a product of its own: what does not exist
+//           is never multiplied, and a NaN reaches what its taps reach
+// Banks     piece b (8 heads) of column r is at r * 64 + (b ^ r / 8 % 4) * 16. A matrix takes
+//           columns 8 n + s and 8 n + s + 1, n = 0..3: halves of 128 bytes by r % 2, sixteenths by
+//           n. Writing, eight lanes have four heads each of one column; in every second block of
+//           eight columns the two of a pair change turns
+// Product   (16 heads out) x (16 heads in, one tap) x (8 positions). Positions 2 t + 8 n + {0, 1}
+//           are product t of a warp's 32, so that a lane ends with 8 neighbours of a head
+// Rows      a warp has kHeight rows of 32 columns: a matrix of the tile is loaded once for all
+//           rows of taps that meet it
 // Config    T: f16 or bf16; kKh, kKw; kVector: elements per access, divides seq and the strides
 #pragma once
 #include "common/params.cuh"
@@ -69,7 +69,7 @@ __device__ inline int matrix_row(int lane, int s, int piece) {
   return column * kPosition + (piece ^ column / 8 % 4) * 16;
 }
 
-// The first of eight neighbours from `key` on, up to key `last`; 0 after them. Whole packs are read.
+// Eight neighbours from `key` on, up to key `last`; 0 after it. Whole packs are read.
 template <class Config>
 __device__ inline Pack<typename Config::T, 8> read_eight(const typename Config::T* row, int key,
                                                          int last) {
@@ -147,8 +147,8 @@ __device__ inline void store_block(char* row, int block, int quad, const Pack<T,
   }
 }
 
-// Fill a tile: read(row, first of four heads, columns from the tile's start, x) gives eight columns of
-// four heads. kTogether of these are on their way at a time.
+// Fill a tile: read(row, first of four heads, column from the tile's start, x) gives eight columns
+// of four heads. kTogether of these are on their way at a time.
 template <class Config, class Tile, int kTogether, class Read>
 __device__ inline void fill_tile(char* tile, Read read) {
   using T = typename Config::T;
@@ -186,17 +186,17 @@ __device__ constexpr int fragment(int k, int down, int right, int m) {
 template <class Config>
 constexpr int kFragments = 2 * Config::kKh * Config::kKw * 2;  // of 512 bytes
 
-// sum[row][m][t][2 h + e]: head 16 m + 8 h + lane / 4, column 8 (lane % 4) + 2 t + e of 32. `tile` is the
-// shared address of the first row's tile at the first of 32 columns, less the columns before; kIn heads
-// are summed over.
+// sum[row][m][t][2 h + e]: head 16 m + 8 h + lane / 4, column 8 (lane % 4) + 2 t + e of 32. `tile`:
+// shared address of the warp's first row of the tile, at the column kBefore before the first of
+// the 32; kIn heads are summed over.
 template <class Config, class Tile, int kHeight, int kIn>
 __device__ inline void convolve(float (&sum)[kHeight][2][4][4], unsigned tile, const uint4* table) {
   using T = typename Config::T;
-  const int lane = opaque(threadIdx.x % kWarp);
 #pragma unroll 1
   for (int k = 0; k < (kIn + 15) / 16; ++k) {
-    // Matrices of a load: pieces 2 k, 2 k + 1 of column t, then of t + 1. Addresses differ by constants
-    // where no lane's column passes another multiple of eight.
+    const int lane = opaque(threadIdx.x % kWarp);
+    // Matrices of a load: pieces 2 k, 2 k + 1 of product t, then of t + 1. Addresses differ by
+    // constants where no lane's column passes another multiple of eight.
     const int piece = 2 * k + lane / 8 % 2, later = lane / 16 * 2;
     unsigned even[4], mixed[2][24];
 #pragma unroll
@@ -268,8 +268,8 @@ struct alignas(16) Strip {
 // A word of a fragment: weight[output, channel, u, v] of two neighbours, or 0: of outputs if
 // kOutputs, else of channels. `output` and `channel` count within the group.
 template <class T, bool kOutputs>
-__device__ inline unsigned weight_pair(const MultiTokenParams& p, int group, int output, int channel,
-                                       int u, int v) {
+__device__ inline unsigned weight_pair(const MultiTokenParams& p, int group, int output,
+                                       int channel, int u, int v) {
   const int outputs = p.heads_out / p.groups, channels = p.heads_in / p.groups;
   unsigned word = 0;
 #pragma unroll
