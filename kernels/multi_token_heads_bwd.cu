@@ -58,6 +58,16 @@ __device__ inline float attention_weight(float x, float2 s) {
   return exp2f(fmaf(x - s.x, kLog2e, -s.y));
 }
 
+// One element of dy; 0 above the diagonal and outside.
+template <class Config>
+__device__ inline unsigned short read_one_dy(const MultiTokenParams& p, int item, int group,
+                                             int query, int head, int key) {
+  using T = typename Config::T;
+  const bool inside = query < p.seq && key >= 0 && key <= query && head < Config::kOut;
+  const T* row = row_start<T>(p.dy, p.dy_stride, item, int64(group) * Config::kOut + head, query);
+  return inside ? __ldg(reinterpret_cast<const unsigned short*>(row + key)) : 0;
+}
+
 // Four heads of eight columns of dy, from output `head` of the group and `key` on.
 template <class Config>
 __device__ inline void read_dy(const MultiTokenParams& p, int item, int group, int query,
@@ -322,6 +332,37 @@ struct WeightRow {
   }
 };
 
+// What the block has summed: one of the terms of each element. `means` is free.
+template <class Config>
+__device__ inline void store_partial(const MultiTokenParams& p, const WeightWarp<Config>& warp,
+                                     const float4* totals, float* means) {
+  using H = Heads<Config>;
+  const unsigned block = opaque(blockIdx.x);
+  const int group = block % p.groups, chunk = block / p.groups;
+  float bias = warp.bias;
+  bias += __shfl_xor_sync(0xffffffffu, bias, 1);
+  bias += __shfl_xor_sync(0xffffffffu, bias, 2);
+  if (warp.lane % 4 == 0) {
+    means[warp.row * kHeads + 8 * warp.octet + warp.lane / 4] = bias;
+  }
+  __syncthreads();  // bias readable
+  float* partial = static_cast<float*>(p.partial) + chunk;
+  const int64 first_output = int64(group) * Config::kOut;
+  if (p.d_bias && threadIdx.x < Config::kOut) {
+    const int64 weights = int64(p.heads_out) * (Config::kIn * H::kTaps);
+    partial[(weights + first_output + threadIdx.x) * p.chunks] =
+        means[threadIdx.x] + means[kHeads + threadIdx.x];
+  }
+  const float* total = reinterpret_cast<const float*>(totals);
+  for (int n = threadIdx.x; n < Config::kOut * Config::kIn * H::kTaps; n += Config::kThreads) {
+    const int tap = H::kTaps - 1 - n % H::kTaps;  // u and v run against `down` and `right`
+    const int c = n / H::kTaps % Config::kIn, o = n / H::kTaps / Config::kIn;
+    const int at = ((o / 8 * H::kTaps + tap) * 2 + c / 16) * kWarp + c % 8 * 4 + o % 8 / 2;
+    partial[(first_output * (Config::kIn * H::kTaps) + n) * p.chunks] =
+        total[at * 4 + c / 8 % 2 * 2 + o % 2];
+  }
+}
+
 template <class Config>
 __device__ void multi_token_heads_weight(const MultiTokenParams& p) {
   using T = typename Config::T;
@@ -354,10 +395,16 @@ __device__ void multi_token_heads_weight(const MultiTokenParams& p) {
     for (int j0 = 0; j0 <= last; j0 += W::kKeys) {
       __syncthreads();  // tile and fragments are free again, statistics readable
       WeightScores<Config>(p, item, group, first, j0, shared).ask();
-      fill_tile<Config, Tile, 1>(shared, [&](int row, int quad, int column, Pack<T, 8>(&x)[4]) {
-        read_dy<Config>(p, item, group, first + row - (Config::kKh - 1) + p.row_origin, quad,
-                        j0 - Tile::kBefore + column, x);
-      });
+      const int query = first - (Config::kKh - 1) + p.row_origin, key = j0 - Tile::kBefore;
+      fill_tile<Config, Tile>(
+          shared,
+          [&](int row, int head, int column, Pack<T, 8>(&x)[4]) {
+            read_dy<Config>(p, item, group, query + row, head, key + column, x);
+          },
+          [&](int row, int head, int column) {
+            return read_one_dy<Config>(p, item, group, query + row, head, key + column);
+          },
+          [](unsigned short bits, int, int, int) { return bits; });
       WeightScores<Config>(p, item, group, first, j0, shared).make_fragments(statistics);
       __syncthreads();  // tile and fragments are readable
       if (first + mine.row < p.seq) {
@@ -381,27 +428,7 @@ __device__ void multi_token_heads_weight(const MultiTokenParams& p) {
   }
 
   __syncthreads();  // totals are complete, means free
-  mine.bias += __shfl_xor_sync(0xffffffffu, mine.bias, 1);
-  mine.bias += __shfl_xor_sync(0xffffffffu, mine.bias, 2);
-  if (mine.lane % 4 == 0) {
-    means[mine.row * kHeads + 8 * mine.octet + mine.lane / 4] = mine.bias;
-  }
-  __syncthreads();  // bias readable
-  float* partial = static_cast<float*>(p.partial) + chunk;
-  const int64 first_output = int64(group) * Config::kOut;
-  if (p.d_bias && threadIdx.x < Config::kOut) {
-    const int64 weights = int64(p.heads_out) * (Config::kIn * H::kTaps);
-    partial[(weights + first_output + threadIdx.x) * p.chunks] =
-        means[threadIdx.x] + means[kHeads + threadIdx.x];
-  }
-  const float* total = reinterpret_cast<const float*>(totals);
-  for (int n = threadIdx.x; n < Config::kOut * Config::kIn * H::kTaps; n += Config::kThreads) {
-    const int tap = H::kTaps - 1 - n % H::kTaps;  // u and v run against `down` and `right`
-    const int c = n / H::kTaps % Config::kIn, o = n / H::kTaps / Config::kIn;
-    const int at = ((o / 8 * H::kTaps + tap) * 2 + c / 16) * kWarp + c % 8 * 4 + o % 8 / 2;
-    partial[(first_output * (Config::kIn * H::kTaps) + n) * p.chunks] =
-        total[at * 4 + c / 8 % 2 * 2 + o % 2];
-  }
+  store_partial<Config>(p, mine, totals, means);
 }
 
 // ------------------------------------------------------------------------------------------ scores
@@ -583,12 +610,18 @@ __device__ void multi_token_heads_scores(const MultiTokenParams& p) {
       }
       __syncthreads();  // the tile is free again
       const Strip strip = Strip::at(stored);
-      const int first = strip.query - (Config::kKh - 1) + p.row_origin;
-      fill_tile<Config, Tile, 1>(
-          shared, [&](int row, int quad, int column, Pack<T, 8>(&x)[4]) {
-            read_dy<Config>(p, strip.item, strip.group, first + row, quad,
-                            key - Tile::kBefore + column, x);
-          });
+      const int query = strip.query - (Config::kKh - 1) + p.row_origin;
+      const int first = key - Tile::kBefore;
+      fill_tile<Config, Tile>(
+          shared,
+          [&](int row, int head, int column, Pack<T, 8>(&x)[4]) {
+            read_dy<Config>(p, strip.item, strip.group, query + row, head, first + column, x);
+          },
+          [&](int row, int head, int column) {
+            return read_one_dy<Config>(p, strip.item, strip.group, query + row, head,
+                                       first + column);
+          },
+          [](unsigned short bits, int, int, int) { return bits; });
       wait_for_copies<Config::kStaged ? 1 : 0>();  // of the table
       __syncthreads();  // tile and table are readable
     }

@@ -80,6 +80,23 @@ __device__ inline float attention_weight(float x, float2 s) {
   }
 }
 
+// Whether there is P of this head of the group at a place.
+template <class Config>
+__device__ inline bool inside(const MultiTokenParams& p, int query, int head, int key) {
+  return query < p.seq && key >= 0 && key <= query && head < Config::kIn;
+}
+
+// The bits of one score.
+template <class Config>
+__device__ inline unsigned short read_one(const MultiTokenParams& p, const Strip& strip, int query,
+                                          int head, int key) {
+  using T = typename Config::T;
+  const T* row = row_start<T>(p.scores, p.scores_stride, strip.item,
+                              int64(strip.group) * Config::kIn + head, query);
+  return inside<Config>(p, query, head, key)
+             ? __ldg(reinterpret_cast<const unsigned short*>(row + key)) : 0;
+}
+
 // P of four heads of eight columns, from `head` of the group and `key` on.
 template <class Config>
 __device__ inline void read_p(const MultiTokenParams& p, const Strip& strip, int query, int head,
@@ -215,10 +232,21 @@ __device__ void multi_token_heads(const MultiTokenParams& p) {
     if (key <= last) {
       __syncthreads();  // the tile is free again
       const Strip strip = Strip::at(stored);
-      fill_tile<Config, Tile, 1>(shared, [&](int row, int quad, int column, Pack<T, 8>(&x)[4]) {
-        read_p<Config>(p, strip, strip.query - p.row_origin + row, quad,
-                       key - Tile::kBefore + column, statistics + row * kHeads, x);
-      });
+      const int query = strip.query - p.row_origin, first = key - Tile::kBefore;
+      fill_tile<Config, Tile>(
+          shared,
+          [&](int row, int head, int column, Pack<T, 8>(&x)[4]) {
+            read_p<Config>(p, strip, query + row, head, first + column, statistics + row * kHeads,
+                           x);
+          },
+          [&](int row, int head, int column) {
+            return read_one<Config>(p, strip, query + row, head, first + column);
+          },
+          [&](unsigned short bits, int row, int head, int column) {
+            const float w =
+                attention_weight<Config>(widen(T{bits}), statistics[row * kHeads + head]);
+            return narrow<T>(inside<Config>(p, query + row, head, first + column) ? w : 0).bits;
+          });
       __syncthreads();  // the tile is readable
     }
     const unsigned thread = opaque(threadIdx.x);

@@ -161,7 +161,7 @@ class HeadsBackward(Row):
 
     @property
     def name(self) -> str:
-        return f"heads_{self.dtype}" + ("_staged" if self.staged else "")
+        return f"heads_{self.dtype}_" + ("staged" if self.staged else "direct")
 
     def refuses(self, problem: Problem, device: Device) -> str | None:
         if problem.scores.dtype != self.dtype:

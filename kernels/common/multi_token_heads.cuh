@@ -57,9 +57,15 @@ struct HeadTile {
   static constexpr int kRows = kHeight + Config::kKh - 1;
   static constexpr int kBefore = up_to_eight(kLeft);  // columns before the first position
   static constexpr int kSkip = kBefore - kLeft;       // of them no tap reaches so many
-  static constexpr int kBlocks = (kBefore + kColumns + up_to_eight(kRight)) / 8;
-  static constexpr int kPitch = kBlocks * 8 * kPosition;  // bytes of a row
+  static constexpr int kPitch = (kBefore + kColumns + up_to_eight(kRight)) * kPosition;  // bytes
   static constexpr int kBytes = kRows * kPitch;
+  static constexpr int kBlocks = kColumns / 8;        // of eight columns, in a row
+  static constexpr int kEdges = kLeft + kRight;       // columns beside them that taps reach
+
+  // Column of the tile, from its start.
+  __device__ static int edge(int n) {
+    return n < kLeft ? kSkip + n : kBefore + kColumns + n - kLeft;
+  }
 };
 
 // Where a lane's row of a matrix is, for columns 8 (lane % 8 / 2) + s + lane % 2, piece `piece`,
@@ -148,28 +154,40 @@ __device__ inline void store_block(char* row, int block, int quad, const Pack<T,
 }
 
 // Fill a tile: read(row, first of four heads, column from the tile's start, x) gives eight columns
-// of four heads. kTogether of these are on their way at a time.
-template <class Config, class Tile, int kTogether, class Read>
-__device__ inline void fill_tile(char* tile, Read read) {
+// of four heads. Where taps reach beyond the positions, finish_one(bits, row, head, column) makes an
+// element of what read_one(row, head, column) has read meanwhile.
+template <class Config, class Tile, class Read, class ReadOne, class FinishOne>
+__device__ inline void fill_tile(char* tile, Read read, ReadOne read_one, FinishOne finish_one) {
   using T = typename Config::T;
   constexpr int kQuads = kHeads / 4, kUnits = Tile::kRows * Tile::kBlocks * kQuads;
-#pragma unroll 1
-  for (int n0 = threadIdx.x; n0 < kUnits; n0 += kTogether * Config::kThreads) {
-    Pack<T, 8> x[kTogether][4];
+  constexpr int kOnes = Tile::kRows * Tile::kEdges * kHeads;
+  constexpr int kOfThread = (kOnes + Config::kThreads - 1) / Config::kThreads;
+  unsigned short one[kOfThread > 0 ? kOfThread : 1];
+  const int thread = opaque(threadIdx.x);
 #pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
-      const int n = n0 + i * Config::kThreads;
-      if (n < kUnits) {
-        read(n / kQuads / Tile::kBlocks, n % kQuads * 4, n / kQuads % Tile::kBlocks * 8, x[i]);
-      }
+  for (int i = 0; i < kOfThread; ++i) {
+    const int n = i * Config::kThreads + thread, line = n / kHeads;
+    if (n < kOnes) {
+      one[i] = read_one(line / Tile::kEdges, n % kHeads, Tile::edge(line % Tile::kEdges));
     }
+  }
+#pragma unroll 1
+  for (int n = thread; n < kUnits; n += Config::kThreads) {
+    const int quad = n % kQuads, block = n / kQuads % Tile::kBlocks + Tile::kBefore / 8;
+    const int row = n / kQuads / Tile::kBlocks;
+    Pack<T, 8> x[4];
+    read(row, quad * 4, block * 8, x);
+    store_block<T>(tile + row * Tile::kPitch, block, quad, x);
+  }
+  const int again = opaque(threadIdx.x);
 #pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
-      const int n = n0 + i * Config::kThreads;
-      if (n < kUnits) {
-        store_block<T>(tile + n / kQuads / Tile::kBlocks * Tile::kPitch, n / kQuads % Tile::kBlocks,
-                       n % kQuads, x[i]);
-      }
+  for (int i = 0; i < kOfThread; ++i) {
+    const int n = i * Config::kThreads + again, line = n / kHeads, head = n % kHeads;
+    if (n < kOnes) {
+      const int column = Tile::edge(line % Tile::kEdges);
+      char* to = tile + line / Tile::kEdges * Tile::kPitch + column * kPosition;
+      reinterpret_cast<unsigned short*>(to + (head / 8 ^ column / 8 % 4) * 16)[head % 8] =
+          finish_one(one[i], line / Tile::kEdges, head, column);
     }
   }
 }
