@@ -139,10 +139,11 @@ struct WeightWarp {
   using Tile = typename W::Tile;
   float sum[H::kTaps][2][4];  // [tap][m][2 h + e]: head 16 m + 8 h + g, output 8 octet + 2 q + e
   float bias = 0;             // of output 8 octet + g
-  int row, octet, lane;
 
-  __device__ WeightWarp()
-      : row(threadIdx.x / kWarp / 4), octet(threadIdx.x / kWarp % 4), lane(threadIdx.x % kWarp) {}
+  // No registers are to hold these.
+  __device__ static int row() { return opaque(threadIdx.x) / kWarp / 4; }
+  __device__ static int octet() { return opaque(threadIdx.x) / kWarp % 4; }
+  __device__ static int lane() { return threadIdx.x % kWarp; }
 
   __device__ void clear() {
 #pragma unroll
@@ -157,7 +158,7 @@ struct WeightWarp {
   // The keys of a tile, from j0 on; `query` is the row of P.
   __device__ void multiply_tile(const MultiTokenParams& p, const char* shared, int query, int j0) {
     unsigned start[Config::kKw];
-    const int at = opaque(lane);
+    const int row = this->row(), octet = this->octet(), at = lane();
 #pragma unroll
     for (int right = 0; right < Config::kKw; ++right) {
       start[right] = shared_address(shared) + row * Tile::kPitch +
@@ -209,6 +210,7 @@ struct WeightWarp {
 
   // What these sums add to the means of the row.
   __device__ void store_means(const MultiTokenParams& p, int group, float* means) const {
+    const int row = this->row(), octet = this->octet(), lane = this->lane();
     const uint4* table = static_cast<const uint4*>(p.table) +
                          group * (H::kTable + H::kShares) + H::kTable +
                          octet * H::kTaps * kWarp + lane;
@@ -235,9 +237,10 @@ struct WeightWarp {
   }
 
   __device__ void add_to(float4* totals) const {
+    float4* of_lane = totals + octet() * 2 * H::kTaps * kWarp + lane();
 #pragma unroll
     for (int n = 0; n < 2 * H::kTaps; ++n) {
-      float4& total = totals[(octet * 2 * H::kTaps + n) * kWarp + lane];
+      float4& total = of_lane[n * kWarp];
       const float(&s)[4] = sum[n / 2][n % 2];
       const float4 t = total;
       total = float4{t.x + s[0], t.y + s[1], t.z + s[2], t.w + s[3]};
@@ -290,7 +293,7 @@ struct WeightScores {
 
   __device__ void make_fragments(const float2* statistics) const {
     wait_for_copies<0>();  // of this thread, which alone reads them
-#pragma unroll
+#pragma unroll(kAsync ? 1 : W::kRows)
     for (int row = 0; row < W::kRows; ++row) {
       unsigned word[2][4];
 #pragma unroll
@@ -342,8 +345,9 @@ __device__ inline void store_partial(const MultiTokenParams& p, const WeightWarp
   float bias = warp.bias;
   bias += __shfl_xor_sync(0xffffffffu, bias, 1);
   bias += __shfl_xor_sync(0xffffffffu, bias, 2);
-  if (warp.lane % 4 == 0) {
-    means[warp.row * kHeads + 8 * warp.octet + warp.lane / 4] = bias;
+  const int lane = warp.lane();
+  if (lane % 4 == 0) {
+    means[warp.row() * kHeads + 8 * warp.octet() + lane / 4] = bias;
   }
   __syncthreads();  // bias readable
   float* partial = static_cast<float*>(p.partial) + chunk;
@@ -407,16 +411,16 @@ __device__ void multi_token_heads_weight(const MultiTokenParams& p) {
           [](unsigned short bits, int, int, int) { return bits; });
       WeightScores<Config>(p, item, group, first, j0, shared).make_fragments(statistics);
       __syncthreads();  // tile and fragments are readable
-      if (first + mine.row < p.seq) {
-        mine.multiply_tile(p, shared, first + mine.row, j0);
+      if (first + mine.row() < p.seq) {
+        mine.multiply_tile(p, shared, first + mine.row(), j0);
       }
     }
     mine.store_means(p, group, means);
-    if (mine.row == 0) {
+    if (mine.row() == 0) {
       mine.add_to(totals);
     }
     __syncthreads();  // means and the totals of the first row are written
-    if (mine.row == 1) {
+    if (mine.row() == 1) {
       mine.add_to(totals);
     }
     const WeightRow<Config> done(p, item, group, opaque(first));
