@@ -53,7 +53,8 @@ STRUCTS: dict[str, np.dtype] = {
         ("summed", "i4"), ("splits", "i4"), align=64),
     "MultiTokenParams": _struct(
         *((name, "u8") for name in ("scores", "weight", "bias", "y", "dy", "d_scores",
-                                    "d_weight", "d_bias", "shift", "factor", "partial")),
+                                    "d_weight", "d_bias", "shift", "factor", "partial", "mean",
+                                    "table")),
         ("scores_stride", "i8", 4), ("dy_stride", "i8", 4), ("weight_stride", "i8", 4),
         ("bias_stride", "i8"), ("batch", "i8"), ("heads_in", "i4"), ("heads_out", "i4"),
         ("groups", "i4"), ("seq", "i4"), ("kh", "i4"), ("kw", "i4"), ("dilation", "i4", 2),

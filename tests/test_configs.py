@@ -34,8 +34,9 @@ KNOWN_SPILLS = {
         "multi_token_fwd__band_": 52, "multi_token_fwd__ring_": 308,
         "neighborhood_fwd__box_": 32}),
     "sm_90": {"multi_token_fwd__ring_": 44},
-    "sm_100": {"linear__mma_": 56, "multi_token_fwd__ring_": 40, "multi_token_bwd__ring_": 8,
-               "multi_token_bwd__tile_": 8, "neighborhood_fwd__box_": 36},
+    "sm_100": {"linear__mma_": 56, "multi_token_fwd__ring_": 40, "multi_token_fwd__heads_": 118,
+               "multi_token_bwd__ring_": 8, "multi_token_bwd__tile_": 8,
+               "neighborhood_fwd__box_": 36},
     "sm_120": {"linear__mma_": 216, "multi_token_fwd__band_": 24, "multi_token_fwd__ring_": 76,
                "multi_token_bwd__ring_": 24, "multi_token_bwd__tile_": 24,
                "neighborhood_fwd__box_": 36},
@@ -159,7 +160,7 @@ def problems(name):
                 *(line(d, *size, backward) for d in DTYPES for size in lines)]
     if name.startswith("multi_token"):
         sizes = ((4, 9, 3), (4, 512, 3), (4, 1024, 3), (4, 2048, 3), (4, 4096, 3), (8, 9, 3),
-                 (8, 2048, 3), (16, 9, 3), (32, 9, 3), (4, 9, 5), (4, 9, 17),
+                 (8, 2048, 3), (16, 9, 3), (32, 9, 3), (32, 16, 3), (4, 9, 5), (4, 9, 17),
                  (4, 9, 3, 2), (4, 9, 199))
         return [convolution(d, a, *s) for d in DTYPES for a in ("softmax", "sparsemax")
                 for s in sizes]

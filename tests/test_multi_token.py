@@ -118,6 +118,13 @@ def test_capture(cupy_kind, problem, dtype):
 HEADS = MultiToken("heads", "more heads than one product holds", 21, channels=12, outs=20)
 EIGHT = MultiToken("eight", "two quads of heads, the last ragged", 45, channels=7, outs=8)
 SIXTEEN = MultiToken("sixteen", "four quads of heads", 150, channels=16, outs=12, batch=1)
+MANY = (
+    MultiToken("many", "all heads of a tile, rows of whole tiles and a part", 72, channels=32,
+               outs=32, batch=1),
+    MultiToken("many_groups", "groups of ragged heads, three items", 24, channels=34, outs=48,
+               groups=2, padding="causal", bias=False, batch=3),
+    MultiToken("many_ragged", "an even kernel, keys that no tile divides", 131, channels=24,
+               outs=19, kernel=(2, 4), batch=1))
 LONG = MultiToken("long", "rows of several warps, several steps", 600, batch=1, channels=3, outs=2)
 
 
@@ -127,6 +134,8 @@ def candidates():
             yield problem, dtype
         if dtype in ("f16", "bf16"):
             yield LONG, dtype
+            for problem in MANY:
+                yield problem, dtype
         for problem in MULTI_TOKEN_FEW:
             yield problem, dtype
         yield next(p for p in MULTI_TOKEN if p.name == "sparsemax_peaked"), dtype
@@ -145,12 +154,34 @@ def test_every_backward_row(cupy_kind, row):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("layout", [LAYOUTS["guarded"], LAYOUTS["padded"]],
+                         ids=lambda f: f.__name__)
+@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+def test_many_heads_on_views(cupy_kind, dtype, layout):
+    """Rows that begin anywhere: other accesses, the same bits."""
+    check_layouts(MANY[0], cupy_kind, dtype, layout)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_many_heads_with_numbers_that_are_not_finite(cupy_kind, dtype, value):
+    """A NaN of scores or dy reaches d_scores where the reference says so, rows and columns."""
+    scores, weight, dy = (mk(n, shape, dtype) for n, shape in enumerate(
+        ((1, 18, 40, 40), (20, 18, 3, 3), (1, 20, 40, 40))))
+    scores[0, 3, 17, 5] = dy[0, 2, 33, 30] = value
+    ours, expected = (mta_bwd(kind, scores, weight, None, dy)[0] for kind in
+                      (cupy_kind, KINDS["numpy"]))
+    assert (np.isnan(ours.astype(float)) == np.isnan(expected.astype(float))).all()
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("row", row_names("multi_token_fwd"))
 def test_nan_rows_reach_what_their_taps_reach(cupy_kind, row):
     """Rows that begin or end a task of a row's are NaN in turn; 74 is no multiple of any."""
     dtype, activation = row.split("_")[1], "sparsemax" if "sparsemax" in row else "softmax"
     ran = 0
-    for heads in (4, 6, 12):
+    for heads in (4, 6, 12, 20):
         clean, weight = mk(0, (1, heads, 74, 74), dtype), mk(1, (heads, heads, 3, 3), dtype)
         for query in (0, 15, 16, 63, 64, 73):
             scores = clean.copy()
@@ -193,5 +224,6 @@ def test_smoke_rows(cupy_kind, name, row):
     sparse = MultiToken("smoke", "ragged, groups", 19, channels=2, outs=4, groups=2, kernel=(3, 2),
                         activation="sparsemax", batch=1)
     many = MultiToken("smoke", "many heads", 19, channels=10, outs=9, batch=1)
-    check_row(cupy_kind, name, row,
-              [(EIGHT, "bf16"), (few, "bf16"), (sparse, "bf16"), (many, "bf16")], most=2)
+    most = MultiToken("smoke", "more heads, aligned", 24, channels=18, outs=20, batch=1)
+    check_row(cupy_kind, name, row, [(EIGHT, "bf16"), (few, "bf16"), (sparse, "bf16"),
+                                     (many, "bf16"), (most, "bf16")], most=2)

@@ -163,3 +163,25 @@ def vector_of(problem: Problem) -> int:
 def group_heads(problem: Problem) -> tuple[int, int]:
     """Return the heads in and out of a group."""
     return problem.heads_in // problem.groups, problem.heads_out // problem.groups
+
+
+def statistics_blocks(problem: Problem) -> int:
+    """Return the grid of `statistics_kernel`: a warp for each row of scores."""
+    return cdiv(problem.batch * problem.heads_in * problem.seq, 8)
+
+
+def statistics_kernel(problem: Problem) -> Kernel:
+    """Return the kernel for the largest score of each row and log2 of its sum of exponentials."""
+    dtype, vector = problem.scores.dtype, vector_of(problem)
+    return Kernel(name=f"multi_token_fwd__band_{dtype}_statistics_v{vector}",
+                  source="multi_token_band_fwd.cu", function="multi_token_band_statistics",
+                  params="MultiTokenParams",
+                  config=(f"using T = {CTYPE[dtype]};",
+                          f"static constexpr int kVector = {vector};"),
+                  threads=256)
+
+
+def statistics_step(problem: Problem) -> Step:
+    """Return the launch that leaves these in `shift` and `factor`."""
+    return Step(statistics_kernel(problem), (statistics_blocks(problem), 1, 1), values(problem),
+                {name: name for name in ("scores", "shift", "factor")})

@@ -8,7 +8,8 @@ from typing import TypeVar
 
 from .._program import (CTYPE, FLOATS, ITEMSIZE, Device, Kernel, Layout, Program, Row, Step, cdiv,
                         few)
-from .multi_token import ACTIVATIONS, MAX_GRID, Plain, Problem, group_heads, values
+from .multi_token import (ACTIVATIONS, MAX_GRID, Plain, Problem, group_heads, statistics_blocks,
+                          statistics_kernel, statistics_step, values, vector_of)
 
 _AnyTile = TypeVar("_AnyTile", bound="_Tile")
 
@@ -141,6 +142,134 @@ class RingBackward(Row):
              step(Plain(self.dtype, "softmax", True)._kernel("d_weight"), elements, 0,
                   "partial", "d_weight")),
             {"partial": Layout((elements, chunks), "f32")})
+
+
+@dataclass(frozen=True)
+class HeadsBackward(Row):
+    """Both gradients on matrix units, with all heads of a position side by side in shared memory.
+
+    Row statistics, the sums of d_weight, which give the means of the rows too, then d_scores.
+    Kernel size and heads of a group are compiled in.
+    """
+
+    dtype: str
+    staged: bool  # scores wait in shared memory for their gradients
+
+    MOST_TAPS = 9
+    HEADS = 17, 32  # of a group, from .. to
+    THREADS = 256
+
+    @property
+    def name(self) -> str:
+        return f"heads_{self.dtype}_" + ("staged" if self.staged else "direct")
+
+    def refuses(self, problem: Problem, device: Device) -> str | None:
+        if problem.scores.dtype != self.dtype:
+            return f"dtype {problem.scores.dtype} is not {self.dtype}"
+        if problem.activation != "softmax":
+            return f"activation {problem.activation} is not softmax"
+        if problem.dilation != (1, 1) and max(problem.reach) > 0:
+            return f"dilation {problem.dilation} is not 1"
+        assert problem.dy is not None
+        if not problem.scores.unit_last or not problem.dy.unit_last:
+            return "scores or dy have no unit stride on the last axis"
+        heads, taps = max(group_heads(problem)), math.prod(problem.weight.shape[2:])
+        if not self.HEADS[0] <= heads <= self.HEADS[1]:
+            return f"{heads} heads in a group are outside {self.HEADS}"
+        if taps > self.MOST_TAPS:
+            return f"kernel {problem.weight.shape[2:]} exceeds {self.MOST_TAPS} taps"
+        if self.staged and _vector(problem) < 8:
+            return "rows of scores or dy do not begin at 16-byte boundaries"
+        shared = max(self._shared(problem, part) for part in ("weight", "scores"))
+        if shared > device.shared_memory:
+            return f"{shared} bytes of shared memory exceed {device.shared_memory}"
+        if max(self._scores_blocks(problem), statistics_blocks(problem)) > MAX_GRID:
+            return "blocks exceed a grid"
+        return None
+
+    @staticmethod
+    def _scores_blocks(problem: Problem) -> int:
+        spans, strips = cdiv(problem.seq, 256), cdiv(problem.seq, 8)
+        return problem.batch * problem.groups * spans * strips
+
+    def _shared(self, problem: Problem, part: str) -> int:
+        """Return the bytes of shared memory of a block; the source asserts that they agree."""
+        (kh, kw), taps = problem.weight.shape[2:], math.prod(problem.weight.shape[2:])
+        rows, keys = (2, 128) if part == "weight" else (8, 64)
+        blocks = cdiv(kw - 1 - kw // 2, 8) + keys // 8 + cdiv(kw // 2, 8)
+        tile = (rows + kh - 1) * blocks * 512
+        if part == "weight":
+            return tile + rows * keys * 64 + taps * 4096 + rows * 256 + rows * 512
+        return tile + taps * 2048 + rows * 512 + 16 + self.staged * self.THREADS * 128
+
+    def _kernel(self, problem: Problem, part: str) -> Kernel:
+        (channels, outputs), (kh, kw) = group_heads(problem), problem.weight.shape[2:]
+        vector = _vector(problem)
+        numbers = {"In": channels, "Out": outputs, "Kh": kh, "Kw": kw, "Vector": vector}
+        config = [f"using T = {CTYPE[self.dtype]};"]
+        tag = f"h{channels}x{outputs}_k{kh}x{kw}"
+        if part != "table":
+            tag += f"_v{vector}"
+            numbers["Shared"] = self._shared(problem, part)
+        if part == "scores":
+            config.append(f"static constexpr bool kStaged = {str(self.staged).lower()};")
+        return Kernel(name=f"multi_token_bwd__{self.name}_{part}__{tag}",
+                      source="multi_token_heads_bwd.cu", function=f"multi_token_heads_{part}",
+                      params="MultiTokenParams",
+                      config=(*config, *(f"static constexpr int k{k} = {n};"
+                                         for k, n in numbers.items())),
+                      threads=self.THREADS,
+                      blocks=2 if part != "table" and vector == 8 and kh <= 3 else 1)
+
+    def kernels(self) -> tuple[Kernel, ...]:
+        """Return the kernels of a few common problems; others are compiled when they are met."""
+        def problem(heads: int, seq: int) -> Problem:
+            square = Layout((1, heads, seq, seq), self.dtype)
+            return Problem(square, Layout((heads, heads, 3, 3), self.dtype), None, square, 1,
+                           (1, 1), "same", "softmax")
+
+        sizes = few(self.dtype, ((32, 16), (24, 16)) if self.staged else ((32, 15), (24, 16)))
+        common = [problem(heads, seq) for heads, seq in sizes]
+        return (statistics_kernel(common[0]),
+                *(self._kernel(one, part) for one in common
+                  for part in ("table", "weight", "scores")),
+                Plain(self.dtype, "softmax", True)._kernel("d_weight"))
+
+    def program(self, problem: Problem, device: Device) -> Program:
+        constant, taps = values(problem), math.prod(problem.weight.shape[2:])
+        chunks = constant["chunks"] = max(1, min(
+            problem.batch * cdiv(problem.seq, 2), 2 * device.multiprocessors // problem.groups))
+        d_bias = ("d_bias",) if problem.bias else ()
+        elements = math.prod(problem.weight.shape) + (problem.heads_out if problem.bias else 0)
+        words = taps * 256  # of 16 bytes, of the table of a group
+
+        def step(kernel: Kernel, blocks: int, shared: int, *buffers: str) -> Step:
+            return Step(kernel, (blocks, 1, 1), constant, {name: name for name in buffers},
+                        shared=shared)
+
+        known = ("shift", "factor")
+        return Program(
+            (statistics_step(problem),
+             step(self._kernel(problem, "table"), problem.groups * cdiv(words, self.THREADS), 0,
+                  "weight", "table"),
+             step(self._kernel(problem, "weight"), problem.groups * chunks,
+                  self._shared(problem, "weight"), "scores", "dy", *known, "table", "mean",
+                  "partial", *d_bias),
+             step(self._kernel(problem, "scores"), self._scores_blocks(problem),
+                  self._shared(problem, "scores"), "scores", "dy", *known, "table", "mean",
+                  "d_scores"),
+             step(Plain(self.dtype, "softmax", True)._kernel("d_weight"), elements, 0,
+                  "partial", "d_weight", *d_bias)),
+            {**{name: problem.statistics_layout for name in (*known, "mean")},
+             "table": Layout((problem.groups, words * 4), "f32"),
+             "partial": Layout((elements, chunks), "f32")})
+
+
+def _vector(problem: Problem) -> int:
+    """Return how many elements of scores and dy an access may take, at most 16 bytes."""
+    assert problem.dy is not None
+    dy = problem.dy
+    return math.gcd(vector_of(problem), dy.align // 2, *dy.strides[:-1])
 
 
 @dataclass(frozen=True)
@@ -373,7 +502,9 @@ BACKWARD = (
         RingBackward(dtype, 256, 1, taps=49),
         RingBackward(dtype, 384, 1, heads=8),
         RingBackward(dtype, 256, 1, tasks=4, heads=8),
-        RingBackward(dtype, 256, 1, tasks=4, heads=16))),
+        RingBackward(dtype, 256, 1, tasks=4, heads=16),
+        HeadsBackward(dtype, staged=True),
+        HeadsBackward(dtype, staged=False))),
     *(TileBackward(dtype, activation) for dtype in ("bf16", "f16", "f32")
       for activation in ACTIVATIONS),
     *(Plain(dtype, activation, True) for dtype in FLOATS for activation in ACTIVATIONS),

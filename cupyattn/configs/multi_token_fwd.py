@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass
 
 from .._program import CTYPE, FLOATS, Device, Kernel, Layout, Program, Row, Step, cdiv, few
-from .multi_token import (ACTIVATIONS, MAX_GRID, Plain, Problem, group_heads, values, vector_of)
+from .multi_token import (ACTIVATIONS, MAX_GRID, Plain, Problem, group_heads, statistics_blocks,
+                          statistics_kernel, statistics_step, values, vector_of)
 
 
 def _register_blocks(blocks: int, problem: Problem) -> int:
@@ -199,7 +200,7 @@ class Band(Compiled):
         heads = max(group_heads(problem))
         if heads > self.heads:
             return f"{heads} heads in a group exceed {self.heads}"
-        if self._blocks(problem) > MAX_GRID or self._statistics_blocks(problem) > MAX_GRID:
+        if self._blocks(problem) > MAX_GRID or statistics_blocks(problem) > MAX_GRID:
             return "tasks exceed a grid"
         return None
 
@@ -207,10 +208,6 @@ class Band(Compiled):
         pairs = problem.batch * problem.groups
         tasks = cdiv(problem.seq, self.rows) * cdiv(problem.seq, 128)
         return pairs * cdiv(tasks, self.threads // 32)
-
-    @staticmethod
-    def _statistics_blocks(problem: Problem) -> int:
-        return cdiv(problem.batch * problem.heads_in * problem.seq, 8)
 
     def _shared(self, problem: Problem) -> int:
         """Return the bytes of struct Band in the source, which asserts that they agree."""
@@ -223,15 +220,9 @@ class Band(Compiled):
         slots = kh + (1 if quads == 1 else 0)
         return windows + self.threads // 32 * _round_up(slots * quads * plane, 128)
 
-    def _kernel(self, problem: Problem, part: str = "band") -> Kernel:
+    def _kernel(self, problem: Problem) -> Kernel:
         (channels, outputs), (kh, kw) = group_heads(problem), problem.weight.shape[2:]
         vector, sparsemax = vector_of(problem), problem.activation == "sparsemax"
-        if part == "statistics":
-            return Kernel(name=f"multi_token_fwd__band_{self.dtype}_statistics_v{vector}",
-                          source="multi_token_band_fwd.cu", function="multi_token_band_statistics",
-                          params="MultiTokenParams",
-                          config=(f"using T = {CTYPE[self.dtype]};",
-                                  f"static constexpr int kVector = {vector};"), threads=256)
         tiles = cdiv(outputs, 8)
         numbers = {"Rows": self.rows, "Channels": channels, "Outputs": outputs, "Kh": kh, "Kw": kw,
                    "Vector": vector, "Together": 2 if tiles % 2 == 0 else 1,
@@ -256,7 +247,7 @@ class Band(Compiled):
                     for heads, kernel, seq in common for activation in ACTIVATIONS
                     if activation == "softmax" or (heads, kernel, seq) == (meant[0], 3, 16)]
         return (*(self._kernel(problem) for problem in problems if not self._mismatch(problem)),
-                self._kernel(problems[0], "statistics"),
+                statistics_kernel(problems[0]),
                 Plain(self.dtype, "sparsemax", False)._kernel("statistics"))
 
     def program(self, problem: Problem, device: Device) -> Program:
@@ -266,14 +257,103 @@ class Band(Compiled):
             plain = Plain(self.dtype, "sparsemax", False).program(problem, device)
             before = plain.steps[0]
         else:
-            before = Step(self._kernel(problem, "statistics"),
-                          (self._statistics_blocks(problem), 1, 1), constant,
-                          {name: name for name in ("scores", *known)})
+            before = statistics_step(problem)
         return Program(
             (before, Step(self._kernel(problem), (self._blocks(problem), 1, 1), constant,
                           {name: name for name in ("scores", "weight", "y", *bias, *known)},
                           shared=self._shared(problem))),
             {name: problem.statistics_layout for name in known})
+
+
+@dataclass(frozen=True)
+class HeadsForward(Compiled):
+    """All heads of a position side by side in shared memory: products over heads, a tap each.
+
+    The statistics of the rows of scores have a kernel of their own, for sparsemax the plain row's,
+    and so have the weights. Kernel and heads of a group are compiled in.
+    """
+
+    dtype: str
+
+    MOST_TAPS = 9
+    HEADS = 17, 32  # of a group, from .. to
+    THREADS = 256
+
+    @property
+    def name(self) -> str:
+        return f"heads_{self.dtype}"
+
+    def _mismatch(self, problem: Problem) -> str | None:
+        if problem.dilation != (1, 1) and max(problem.reach) > 0:
+            return f"dilation {problem.dilation} is not 1"
+        heads, taps = max(group_heads(problem)), math.prod(problem.weight.shape[2:])
+        if not self.HEADS[0] <= heads <= self.HEADS[1]:
+            return f"{heads} heads in a group are outside {self.HEADS}"
+        if taps > self.MOST_TAPS:
+            return f"kernel {problem.weight.shape[2:]} exceeds {self.MOST_TAPS} taps"
+        if max(self._blocks(problem), statistics_blocks(problem)) > MAX_GRID:
+            return "blocks exceed a grid"
+        return None
+
+    @staticmethod
+    def _blocks(problem: Problem) -> int:
+        spans, strips = cdiv(problem.seq, 256), cdiv(problem.seq, 8)
+        return problem.batch * problem.groups * spans * strips
+
+    def _shared(self, problem: Problem) -> int:
+        """Return the bytes of shared memory of a block; the source asserts that they agree."""
+        kh, kw = problem.weight.shape[2:]
+        rows, blocks = 8 + kh - 1, cdiv(kw // 2, 8) + 8 + cdiv(kw - 1 - kw // 2, 8)
+        return rows * blocks * 512 + kh * kw * 2048 + rows * 256 + 144
+
+    def _kernel(self, problem: Problem, part: str = "") -> Kernel:
+        (channels, outputs), (kh, kw) = group_heads(problem), problem.weight.shape[2:]
+        vector, sparsemax = vector_of(problem), problem.activation == "sparsemax"
+        numbers = {"In": channels, "Out": outputs, "Kh": kh, "Kw": kw, "Vector": vector}
+        config = [f"using T = {CTYPE[self.dtype]};"]
+        tag = f"h{channels}x{outputs}_k{kh}x{kw}"
+        if part == "":
+            tag += f"_v{vector}" + ("_sparsemax" if sparsemax else "")
+            numbers["Shared"] = self._shared(problem)
+            config.append(f"static constexpr bool kSparsemax = {str(sparsemax).lower()};")
+        return Kernel(name=f"multi_token_fwd__{self.name}{part}__{tag}",
+                      source="multi_token_heads_fwd.cu", function=f"multi_token_heads{part}",
+                      params="MultiTokenParams",
+                      config=(*config, *(f"static constexpr int k{k} = {n};"
+                                         for k, n in numbers.items())),
+                      threads=self.THREADS,
+                      blocks=2 if part == "" and vector == 8 and kh <= 3 else 1)
+
+    def kernels(self) -> tuple[Kernel, ...]:
+        """Return the kernels of a few common problems; others are compiled when they are met."""
+        common = few(self.dtype, ((32, 16, "softmax"), (24, 16, "softmax"), (32, 15, "softmax"),
+                                  (32, 16, "sparsemax")))
+        problems = [Problem(Layout((1, heads, seq, seq), self.dtype),
+                            Layout((heads, heads, 3, 3), self.dtype), None, None, 1, (1, 1), "same",
+                            activation) for heads, seq, activation in common]
+        return (*dict.fromkeys(self._kernel(problem, part) for problem in problems
+                               for part in ("_table", "")),
+                statistics_kernel(problems[0]),
+                Plain(self.dtype, "sparsemax", False)._kernel("statistics"))
+
+    def program(self, problem: Problem, device: Device) -> Program:
+        constant, bias = values(problem), ("bias",) if problem.bias else ()
+        words = math.prod(problem.weight.shape[2:]) * 128  # of 16 bytes, of the table of a group
+        known = ("shift", "factor")
+
+        def step(kernel: Kernel, blocks: int, shared: int, *buffers: str) -> Step:
+            return Step(kernel, (blocks, 1, 1), constant, {name: name for name in buffers},
+                        shared=shared)
+
+        before = (self._before(problem, device) if problem.activation == "sparsemax" else
+                  Program((statistics_step(problem),),
+                          {name: problem.statistics_layout for name in known}))
+        return before + Program(
+            (step(self._kernel(problem, "_table"), problem.groups * cdiv(words, self.THREADS), 0,
+                  "weight", "table"),
+             step(self._kernel(problem), self._blocks(problem), self._shared(problem), "scores",
+                  *known, "table", "y", *bias)),
+            {"table": Layout((problem.groups, words * 4), "f32")})
 
 
 @dataclass(frozen=True)
@@ -388,6 +468,7 @@ FORWARD = (
         RingForward(dtype, 512, 1, least=4, slope=1.0, ahead=True, heads=(9, 16)),
         Band(dtype, 256, 3, rows=16),
         Band(dtype, 128, 3, rows=8, heads=16),
+        HeadsForward(dtype),
         Strip(dtype, 4, 32, 128, at_once=2, loads=2, heads=32))),
     Strip("f32", 4, 64, 128, at_once=1, loads=2),
     *(Plain(dtype, activation, False) for dtype in FLOATS for activation in ACTIVATIONS),

@@ -87,6 +87,8 @@ struct MultiTokenParams {
   void *dy, *d_scores, *d_weight, *d_bias;
   void *shift, *factor;            // row statistics [batch, heads_in, seq]
   void* partial;                   // first-stage sums of d_weight and d_bias
+  void* mean;                      // of dP under P, a number per row as shift and factor
+  void* table;                     // weights as the matrix units take them
   int64 scores_stride[4], dy_stride[4], weight_stride[4];
   int64 bias_stride;
   int64 batch;
