@@ -31,9 +31,9 @@
 //           A warp has 2 rows x 32 keys of all heads
 // Memory    scores are read three times, dy twice (4/2 and 10/8 of the rows, mostly from L2),
 //           d_scores written once, zeros above the diagonal without reading anything
-// Not finite  a NaN reaches what its taps reach, in dP and d_weight. A mean is also NaN where such a
-//           dy meets only what lies above the diagonal, which takes kernels that reach further up
-//           than to the left: row i of a dy that is right of i + kKw / 2
+// Not finite  a NaN reaches what its taps reach, in dP and d_weight. A mean is also NaN where such
+//           a dy meets only what lies above the diagonal, which takes kernels that reach further up
+//           than to the left: row i, where that dy is right of i + kKw / 2
 // Accuracy  P is rounded to T for d_weight and the mean, as the textbook does; P, dP and all sums
 //           are float, and join totals at the end of a row
 // Limits    dilation 1; at most 9 taps and 32 heads in and out of a group

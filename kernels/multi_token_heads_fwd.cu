@@ -208,6 +208,7 @@ __device__ inline void begin_strip(const MultiTokenParams& p, char* shared) {
           exists ? widen(static_cast<const T*>(p.bias)[head * p.bias_stride]) : 0;
     }
   }
+  copies_end_group();
   wait_for_copies<0>();
   __syncthreads();  // all of these are readable
 }

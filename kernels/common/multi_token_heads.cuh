@@ -154,8 +154,8 @@ __device__ inline void store_block(char* row, int block, int quad, const Pack<T,
 }
 
 // Fill a tile: read(row, first of four heads, column from the tile's start, x) gives eight columns
-// of four heads. Where taps reach beyond the positions, finish_one(bits, row, head, column) makes an
-// element of what read_one(row, head, column) has read meanwhile.
+// of four heads. Where taps reach beyond the positions, finish_one(bits, row, head, column) makes
+// an element of what read_one(row, head, column) has read meanwhile.
 template <class Config, class Tile, class Read, class ReadOne, class FinishOne>
 __device__ inline void fill_tile(char* tile, Read read, ReadOne read_one, FinishOne finish_one) {
   using T = typename Config::T;
