@@ -34,7 +34,7 @@ KNOWN_SPILLS = {
         "multi_token_fwd__band_": 52, "multi_token_fwd__ring_": 308,
         "neighborhood_fwd__box_": 32}),
     "sm_90": {"multi_token_fwd__ring_": 44},
-    "sm_100": {"linear__mma_": 56, "multi_token_fwd__ring_": 40, "multi_token_fwd__heads_": 118,
+    "sm_100": {"linear__mma_": 56, "multi_token_fwd__ring_": 40, "multi_token_fwd__heads_": 138,
                "multi_token_bwd__ring_": 8, "multi_token_bwd__tile_": 8,
                "neighborhood_fwd__box_": 36},
     "sm_120": {"linear__mma_": 216, "multi_token_fwd__band_": 24, "multi_token_fwd__ring_": 76,
