@@ -414,7 +414,9 @@ __device__ void linear_cluster(const LinearHopperParams& p) {
         a[i / 4][i % 4] = nearest(x);
         low[i / 4][i % 4] = nearest(rest(x, nearest(x)));
       } else {
-        a[i / 4][i % 4] = taken[i / 4][i % 4];
+        // The numbers in other registers: a copy would be folded, and the next slice's, taken while
+        // products still read these, would come to the same ones. `summed` is 0.
+        a[i / 4][i % 4] = taken[i / 4][i % 4] ^ unsigned(p.summed);
       }
     }
     if constexpr (L::kExact) {
