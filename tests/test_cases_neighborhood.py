@@ -221,7 +221,7 @@ def test_b17_nan_outside_the_window(kind, where, value, boundary, causal, dtype)
     for name in good:
         kept = far if name in ("dk", "dv") else ~sees
         ours, theirs = bad[name][:, kept], good[name][:, kept]
-        if dtype == "f32":
+        if dtype == "f32" or not kind.on_gpu or name in ("y", "lse"):
             identical(ours, theirs, what=f"{name}, head 0")
         else:  # a tile beside the token is computed again, the plain way (spec, section 1)
             ours, theirs = ours.astype(np.float32), theirs.astype(np.float32)
