@@ -238,6 +238,15 @@ class Request:
             layouts[name] = layout if layout is not None and layout.unit_last else None
         return layouts
 
+    def operands(self) -> tuple[dict[str, Layout | None], list[str]]:
+        """Return the layouts that kernels get, and the inputs that are copied to have them."""
+        layouts = self.layouts()
+        copied = [name for name in self.operator.arrays
+                  if _must_copy(self.operator, name, layouts[name])]
+        for name in copied:
+            layouts[name] = Layout(layouts[name].shape, layouts[name].dtype)  # type: ignore
+        return layouts, copied
+
     def nothing_to_do(self, layouts: Mapping[str, Layout | None], results: Mapping[str, Layout]
                       ) -> bool:
         over = layouts.get(self.operator.over)
@@ -285,14 +294,11 @@ class Prepared:
         from cupy.cuda import runtime
 
         operator, library = request.operator, request.library
-        layouts = request.layouts()
+        given = request.layouts()
+        inputs = [given[name] for name in operator.arrays]
+        layouts, copied = request.operands()
         self.library, self.device, self.current_device = library, device, runtime.getDevice
-        self.copied = [i for i, name in enumerate(operator.arrays)
-                       if _must_copy(operator, name, layouts[name])]
-        inputs = [layouts[name] for name in operator.arrays]
-        for i in self.copied:
-            name = operator.arrays[i]
-            layouts[name] = Layout(layouts[name].shape, layouts[name].dtype)  # type: ignore
+        self.copied = [operator.arrays.index(name) for name in copied]
         self.problem = operator.problem(layouts, request.options)
         operator.check_scalars(self.problem, request.scalars)
         self._operator, self._bounds = operator, operator.bounds(self.problem)

@@ -165,7 +165,7 @@ class Explanation:
 def explain(op, *arrays, **options) -> Explanation:
     """Say which row would do a call, why not the earlier ones, and what it costs.
 
-    Nothing is launched and nothing allocated.
+    Nothing is launched and nothing allocated. Arrays that the call would copy first are named.
 
     Parameters
     ----------
@@ -186,7 +186,7 @@ def explain(op, *arrays, **options) -> Explanation:
         As the operator.
     """
     request = _launch.request_of(_function(op), arrays, options)
-    operator, layouts = request.operator, request.layouts()
+    operator, (layouts, copied) = request.operator, request.operands()
     problem = operator.problem(layouts, request.options)
     results = operator.results(problem)
     moved = sum(x.nbytes for x in (*(layouts[name] for name in request.arrays),
@@ -210,9 +210,10 @@ def explain(op, *arrays, **options) -> Explanation:
     program: Program = row.program(problem, properties)
     kernels = [f"{step.kernel.name}: grid {step.grid}, block {step.kernel.threads}, shared memory "
                f"{step.shared} bytes" for step in program.steps]
+    notes = [f"{name} is copied first: kernels do not take its strides or its address"
+             for name in copied] + row.notes(problem, properties)
     return Explanation(operator.name, row.name, refused, kernels, program.scratch_bytes, moved,
-                       flops, _device.floor_us(device, moved, flops), properties.name,
-                       row.notes(problem, properties))
+                       flops, _device.floor_us(device, moved, flops), properties.name, notes)
 
 
 # -------------------------------------------------------------------------------------- others

@@ -5,13 +5,16 @@ import os
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import cupyattn
 import numpy as np
 import problems
 import pytest
-from kinds import LAYOUTS, lower, mk, place, raw, spin
+from cupyattn import _arrays, _device, _launch
+from cupyattn._program import Device
+from kinds import KINDS, LAYOUTS, lower, mk, place, raw, spin
 from problems import flat
 from tolerance import identical
 
@@ -171,6 +174,45 @@ def test_explain_refuses_what_the_operator_refuses(kind):
         cupyattn.explain("neighborhood_attention", x, x, x, 3.0)
     with pytest.raises(ValueError, match="(?s)op.*rope"):
         cupyattn.explain("attention", x)
+
+
+WEIGHTS = ["q_weight", "k_weight", "v_weight", "out_weight"]
+COPIED = {("Neighborhood", "stepped"): ["q", "k", "v"],
+          ("Neighborhood", "fortran"): ["q", "k", "v"],
+          ("MultiToken", "stepped"): ["scores"], ("MultiToken", "fortran"): ["scores"],
+          ("Rope", "stepped"): ["q", "k"], ("Rope", "fortran"): ["q", "k"],
+          ("Fused", "padded"): ["hidden_states", *WEIGHTS],
+          ("Fused", "stepped"): ["hidden_states", *WEIGHTS],
+          ("Fused", "fortran"): ["hidden_states"]}
+
+
+@pytest.mark.parametrize("layout", ["padded", "stepped", "fortran"])
+@each
+def test_explain_is_of_the_call_that_is_made(monkeypatch, problem, layout):
+    """The copies that it makes first are named; all else is that of a call on such copies.
+
+    On a GPU that is not there: arrays are asked for their layouts alone.
+    """
+    numpy = KINDS["numpy"]
+    forward, backward = calls(problem, numpy, put=lambda x: place(numpy, x, LAYOUTS[layout]))
+    monkeypatch.setattr(_arrays.NumPy, "on_device", True)
+    monkeypatch.setattr(_arrays, "common_device", lambda library, arrays: 0)
+    monkeypatch.setattr(_device, "device", lambda index: Device(
+        0, "NVIDIA H200", (9, 0), 132, 232448, 60 << 20))
+
+    def copied(explanation):
+        return [note.split()[0] for note in explanation.notes if "is copied first" in note]
+
+    assert copied(forward.explain()) == COPIED.get((by_type(problem), layout), [])
+    for call in (forward, backward):
+        names = _launch.request_of(call.function, call.arrays, call.options).operator.arrays
+        ours = call.explain()
+        dense = [np.array(x, order="C") if name in copied(ours) else x
+                 for name, x in zip(names, call.arrays)]
+        made = replace(call, arrays=(*dense, *call.arrays[len(names):]))
+        other = made.explain()
+        assert not copied(other)
+        assert replace(ours, notes=[]) == replace(other, notes=[])
 
 
 @pytest.mark.gpu
