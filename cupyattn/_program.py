@@ -120,7 +120,6 @@ class Kernel:
     threads: int
     blocks: int = 1
     target: str | None = None
-    cluster: int = 1  # blocks that run together and reach one another's shared memory
     early: str | None = None  # device template that is called before the wait for earlier work
 
 

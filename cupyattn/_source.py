@@ -89,13 +89,12 @@ def assemble(kernel: Kernel, folder: Path | None = None) -> str:
     checks = "\n".join(_struct_checks(kernel.params))
     bounds = (kernel.threads if kernel.blocks == 1 and kernel.target is None
               else f"{kernel.threads}, {kernel.blocks}")  # setmaxnreg asks for both
-    cluster = f"__cluster_dims__({kernel.cluster}) " if kernel.cluster > 1 else ""
     early = f"  {kernel.early}<Config>(p);\n" if kernel.early else ""
     return (f'{body}#line 1 "generated for {kernel.name}"\n'
             "struct Config {\n"
             f"  static constexpr int kThreads = {kernel.threads};\n{config}\n"
             "};\n"
             f"{checks}\n"
-            f'extern "C" __global__ void {cluster}__launch_bounds__({bounds})\n'
+            f'extern "C" __global__ void __launch_bounds__({bounds})\n'
             f"{kernel.name}(const __grid_constant__ {kernel.params} p) {{\n{early}{_WAIT}"
             f"  {kernel.function}<Config>(p);\n}}\n")

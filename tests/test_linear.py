@@ -10,7 +10,7 @@ from tolerance import agree, identical
 
 from cupyattn import _device, _launch, _select
 from cupyattn._program import ITEMSIZE, Device, Program, cdiv
-from cupyattn.configs import linear, linear_cluster, linear_hopper
+from cupyattn.configs import linear, linear_hopper, linear_teams
 from cupyattn.configs.linear import TABLE, Matrix, Problem, Product
 from cupyattn.configs.linear_mma import ROWS as MMA
 
@@ -214,27 +214,31 @@ def test_hopper_steps_fit_the_device(dtype, precision, size):
             program.steps[-1].values["numbers"])
 
 
-@pytest.mark.parametrize("dtype, precision, tokens, count", [
-    *(("f32", "fp32", tokens, count) for tokens in (128, 256, 512, 1024) for count in (1, 3)),
-    ("f32", "tf32", 256, 3), ("bf16", "fp32", 256, 3), ("f16", "fp32", 256, 3)])
-def test_clusters_do_products_of_few_tokens(dtype, precision, tokens, count):
+@pytest.mark.parametrize("dtype, precision, tokens, count, tile", [
+    ("f32", "fp32", 128, 1, (64, 16)), ("f32", "fp32", 128, 3, (64, 32)),
+    ("f32", "fp32", 256, 1, (64, 16)), ("f32", "fp32", 256, 3, (64, 48)),
+    ("f32", "fp32", 512, 1, (64, 32)), ("f32", "fp32", 512, 3, (64, 96)),
+    ("f32", "fp32", 1024, 1, (64, 64)), ("f32", "fp32", 1024, 3, (128, 96)),
+    ("f32", "tf32", 256, 1, (64, 32)), ("f32", "tf32", 256, 3, (64, 48)),
+    ("f32", "tf32", 1024, 3, (128, 96)), ("bf16", "fp32", 256, 1, (64, 32)),
+    ("bf16", "fp32", 256, 3, (64, 64)), ("bf16", "fp32", 512, 3, (64, 96)),
+    ("f16", "fp32", 1024, 3, (128, 96))])
+def test_one_wave_of_tiles_does_products_of_few_tokens(dtype, precision, tokens, count, tile):
+    """By the tile that was fastest when all were measured."""
     problem = projections(dtype, tokens, count=count, precision=precision)
     row = chosen(problem, H200)
-    assert row in linear_cluster.ROWS
+    assert row in linear_teams.ROWS
     (step,) = row.program(problem, H200).steps
     tiling = row.plan(problem, H200).tiling
-    m, n = tiling.cluster
-    assert step.kernel.cluster == m * n and step.grid[0] % (m * n) == 0
-    assert step.grid[0] == m * n * cdiv(tokens, tiling.rows * m) * cdiv(
-        512 * count, tiling.columns * n)
-    # each block loads its part of both operands of the tiles of its row and column of the cluster
-    assert step.maps["a_map.0"].box[1] * n == tiling.rows
+    assert (tiling.rows, tiling.columns) == tile
+    assert step.grid[0] == cdiv(tokens, tiling.rows) * cdiv(512 * count, tiling.columns) <= 132
+    assert step.maps["a_map.0"].box[1] == tiling.rows
     for s in range(count):
-        assert tiling.columns // m % step.maps[f"b_map.{s}"].box[1] == 0
+        assert tiling.columns % step.maps[f"b_map.{s}"].box[1] == 0
 
 
 def test_the_tiling_taken_is_the_cheapest():
-    for row in linear_cluster.ROWS:
+    for row in linear_teams.ROWS:
         problem = projections(row.dtype, precision=row.precision or "fp32")
         us = {tiling: replace(row, tilings=(tiling,)).plan(problem, H200).us
               for tiling in row.tilings}
@@ -249,21 +253,29 @@ def test_the_tiling_taken_is_the_cheapest():
     ("b", {"row_stride": 1, "column_stride": 512}, "b (w0) has"),
     ("c", {"row_stride": 514}, "c (c0) has"), ("a", {"row_stride": 0}, "a (x) has"),
     ("b", {"rows": 508}, "508 columns")])
-def test_what_clusters_refuse(place, changes, words):
+def test_what_teams_refuse(place, changes, words):
     problem = with_matrix(projections("f32"), place, **changes)
-    row = next(row for row in linear_cluster.ROWS if row.name == "cluster_fp32")
+    row = next(row for row in linear_teams.ROWS if row.name == "teams_fp32")
     assert words in row.refuses(problem, H200) and chosen(problem, H200) != row
 
 
-def test_clusters_leave_many_tokens_and_sums_to_others():
-    (row,) = (row for row in linear_cluster.ROWS if row.name == "cluster_fp32")
-    (half,) = (row for row in linear_cluster.ROWS if row.name == "cluster_bf16")
-    assert "by the cost rule, hopper_bf16" in half.refuses(projections("bf16", 1024), H200)
-    assert "waves" in row.refuses(projections("f32", 8192), H200)
+def test_teams_leave_many_tokens_and_sums_to_others():
+    (row,) = (row for row in linear_teams.ROWS if row.name == "teams_fp32")
+    assert "waves" in row.refuses(projections("f32", 2048), H200)
     assert "add" in row.refuses(replace(projections("f32"), summed=True), H200)
     assert "differ in a" in row.refuses(with_matrix(projections("f32"), "a", buffer="y"), H200)
-    with _select.force("cluster_"):
+    with _select.force("teams_"):
         assert chosen(projections("f32", 8192), H200) == row
+
+
+def test_teams_leave_deep_products_of_few_tiles_to_rows_that_divide_depth():
+    (row,) = (row for row in linear_teams.ROWS if row.name == "teams_fp32")
+    def deep(depth):
+        return Problem("f32", "fp32", (Product(dense("x", 64, depth), dense("w", 512, depth),
+                                               dense("y", 64, 512)),))
+    assert chosen(deep(768), H200) == row
+    assert "by the cost rule, mma_f32_32x32_k4" in row.refuses(deep(4096), H200)
+    assert chosen(projections("f32", 256, 2048, count=1), H200) == row  # no tiles to spare
 
 
 def test_what_hopper_refuses_warps_do():
@@ -395,10 +407,10 @@ def hold(row, problem, memory, total):
 
 
 HOPPER = tuple(replace(row, least=0) for row in linear_hopper.ROWS)  # whatever pays
-CLUSTER = tuple(replace(row, tilings=(tiling,)) for row in linear_cluster.ROWS
+TEAMS = tuple(replace(row, tilings=(tiling,)) for row in linear_teams.ROWS
                 for tiling in row.tilings)
 OTHERS = tuple(row for row in TABLE if not row.target)
-ROWS = (*HOPPER, *CLUSTER, *OTHERS)
+ROWS = (*HOPPER, *TEAMS, *OTHERS)
 
 
 def takes(row, problem):
@@ -413,13 +425,13 @@ def fitted(row, sizes, *along):
     """Sizes and layouts that a row takes: those of sm_90a want 8 columns, some depth inside."""
     if row.target:
         sizes = [(rows, cdiv(columns, 8) * 8, depth) for rows, columns, depth in sizes]
-        along = (True, True) if precision_of(row) == "tf32" or row in CLUSTER else along
+        along = (True, True) if precision_of(row) == "tf32" or row in TEAMS else along
     return (sizes, *along)
 
 
 def each_row(rows=ROWS):
     return pytest.mark.parametrize("row", rows, ids=lambda row: row.name + (
-        "_{}x{}".format(*row.tilings[0]) if row in CLUSTER else ""))
+        "_{}x{}".format(*row.tilings[0]) if row in TEAMS else ""))
 
 
 def precision_of(row):
@@ -449,10 +461,10 @@ def test_products_of_one_launch(cupy_kind, row):
 
 
 @pytest.mark.gpu
-@each_row(CLUSTER)
+@each_row(TEAMS)
 @pytest.mark.parametrize("columns", [(64, 48, 136, 8), (96, 160, 24)])
 def test_products_of_one_matrix(cupy_kind, row, columns):
-    """Tiles lie in two results or more, and clusters stick out of them all."""
+    """Tiles lie in two results or more, and stick out of them all."""
     unit = row.tilings[0].unit
     sizes = [(200, cdiv(n, unit) * unit, 96) for n in columns[:-1]] + [(200, columns[-1], 96)]
     for bias in (True, False):
@@ -463,7 +475,7 @@ def test_products_of_one_matrix(cupy_kind, row, columns):
 
 
 @pytest.mark.gpu
-@each_row(CLUSTER)
+@each_row(TEAMS)
 def test_many_slices_in_few_stages(cupy_kind, row):
     """Stages are taken again."""
     for size in ((70, 40, 4100), (130, 72, 2050), (1, 8, 3000)):

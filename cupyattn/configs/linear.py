@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from .._program import CTYPE, FLOATS, ITEMSIZE, Device, Kernel, Layout, Program, Row, Step
 from .._program import accumulator, cdiv
 from .._select import choose
-from . import linear_cluster, linear_hopper, linear_mma
+from . import linear_hopper, linear_mma, linear_teams
 from .linear_problem import Matrix, Problem, Product, matrix, needs_copy, values
 
 __all__ = ["Matrix", "Problem", "Product", "TABLE", "column_sums", "matrix", "needs_copy",
@@ -121,5 +121,5 @@ def _sum_step(from_dtype: str, to_dtype: str, vector: int, sums: Sequence[tuple[
     return Step(_sum_kernel(from_dtype, to_dtype, vector), (tiles, chunks, 1), numbers, buffers)
 
 
-TABLE: tuple[Row, ...] = (*linear_cluster.ROWS, *linear_hopper.ROWS, *linear_mma.ROWS,
+TABLE: tuple[Row, ...] = (*linear_teams.ROWS, *linear_hopper.ROWS, *linear_mma.ROWS,
                           *(Plain(dtype) for dtype in FLOATS))

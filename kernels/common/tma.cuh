@@ -22,14 +22,6 @@ __device__ inline void barrier_expect(unsigned barrier, unsigned bytes) {
 __device__ inline void barrier_arrive(unsigned barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// At the barrier at the same place of another block of the cluster.
-__device__ inline void barrier_arrive_at(unsigned barrier, unsigned rank) {
-  asm volatile(
-      "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; "
-      "mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(barrier),
-      "r"(rank)
-      : "memory");
-}
 __device__ inline void barrier_wait(unsigned barrier, unsigned parity) {
   unsigned done;
   do {
@@ -57,17 +49,6 @@ __device__ inline void load_box(unsigned to, const TensorMap& map, unsigned barr
       "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
       "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(to),
       "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(u), "r"(v)
-      : "memory");
-}
-// To every block of the cluster whose rank is in `blocks`: at the same place of its shared memory as
-// `to`, and told to its barrier at the same place as `barrier`.
-__device__ inline void load_box(unsigned to, const TensorMap& map, unsigned barrier, int x, int y,
-                                int z, unsigned blocks) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-      ".multicast::cluster [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(to),
-      "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z),
-      "h"(static_cast<unsigned short>(blocks))
       : "memory");
 }
 __device__ inline void prefetch_map(const TensorMap& map) {
@@ -105,15 +86,6 @@ __device__ inline void named_barrier(unsigned number, unsigned count) {
 // Count towards such a barrier without waiting for it.
 __device__ inline void named_arrive(unsigned number, unsigned count) {
   asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(count) : "memory");
-}
-
-// All threads of a cluster arrive, and wait for those that have not ended. No memory but barriers that
-// are ready (`barrier_init_done`) is passed on.
-__device__ inline void cluster_arrive() {
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-}
-__device__ inline void cluster_wait() {
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
 // Registers of each thread of a warpgroup from here on; all its warps call.

@@ -1,27 +1,23 @@
-// linear_cluster.cu: products of one matrix with others, and bias, for few tokens: TMA with multicast
-// in clusters and warpgroup products (sm_90a). All of depth is on its way early, and nothing is made
-// ready in memory.
+// linear_teams.cu: products of one matrix with others, and bias, for few tokens: a block per tile, all
+// blocks at once, by TMA and warpgroup products (sm_90a). Most of depth is on its way early, and
+// nothing is made ready in memory.
 //
 //   c[s][i,j] = bias[s][j] + sum_k a[i,k] * b[s][j,k]         for each s < products
 //
 // Shapes    a (rows, depth), b[s] (columns[s], depth), depth inside both;
 //           c[s] (rows, columns[s]), columns inside, a multiple of 8
-// Grid      x: clusters of kClusterM x kClusterN blocks, rows fastest in a cluster and from cluster to
-//           cluster. A block has one tile of all c side by side: it may lie in two or more of them
+// Grid      x: tiles, along rows first. A tile is one of all c side by side: it may lie in two or more
 // Block     kTeams teams of kHalves warpgroups that multiply, 64 rows each, and one warpgroup that
 //           asks for boxes, with a thread of each warp
-// Tile map  c tile kRows x kColumns; a slice is 128 bytes of depth (32 numbers of float32)
+// Tile map  c tile kRows x kColumns; a slice is 128 bytes of depth (32 numbers of float32). A slice of
+//           a comes in one box, that of b in boxes of kUnit columns, each of one b[s]
 //
-//                            cluster of 2 x 2: every block loads half of its a and half of its b,
-//              b0    b1      and what it loads arrives in both blocks of its row or its column.
-//            +-----+-----+   A half of b comes in boxes of kUnit columns, each of one b[s]
-//         a0 |  0  |  2  |
-//            +-----+-----+   slice n is multiplied by team n % kTeams, alone: its sums stay in
-//         a1 |  1  |  3  |   registers, and those of all teams are added at the end, in order
-//            +-----+-----+
+//             slice   0      1      2      3   ...    slice n is multiplied by team n % kTeams, alone:
+//             team    0      1      0      1   ...    its sums stay in registers, and those of all
+//                                                     teams are added at the end, in order
 //
-// Pipeline  loader:  empty[stage] -> ask for a part of a, of b -> full[stage], here and elsewhere
-//           team:    full[n] -> numbers of n -> operands -> products of n -> empty[n], here and elsewhere
+// Pipeline  loader:  empty[stage] -> ask for a, for the units of b -> full[stage]
+//           team:    full[n] -> numbers of n -> operands -> products of n -> empty[n]
 //                    While they run, it takes the numbers of its next slice
 //           end:     teams' sums to shared memory -> added, bias, rounding, c by 16 bytes
 // Operands  a by ldmatrix in registers, b where the boxes have put it
@@ -51,9 +47,7 @@ struct Tiling {
   static constexpr bool kExact = sizeof(T) == 4 && !Config::kTf32;
   static constexpr int kHalves = Config::kHalves, kTeams = Config::kTeams;
   static constexpr int kRows = 64 * kHalves, kColumns = Config::kColumns;
-  static constexpr int kClusterM = Config::kClusterM, kClusterN = Config::kClusterN;
-  static constexpr int kCluster = kClusterM * kClusterN;
-  static constexpr int kPart = kColumns / kClusterM, kUnit = Config::kUnit;  // of b: loaded, a box
+  static constexpr int kUnit = Config::kUnit, kUnits = kColumns / kUnit;  // columns of a box of b
   static constexpr int kStages = Config::kStages;
   static constexpr int kDepth = 128 / int(sizeof(T));  // of a slice
   static constexpr int kBytesA = kRows * 128, kBytesB = kColumns * 128;
@@ -78,49 +72,29 @@ struct Tiling {
   static_assert(Config::kThreads == kMultiply + 128 && kMultiply >= 256 && kMultiply <= 512,
                 "registers for two to four warpgroups");
   static_assert(kStages > kTeams, "a stage to load into while teams wait for their next slices");
-  static_assert(kRows / kClusterN % 8 == 0 && kPart % kUnit == 0 && kUnit % 8 == 0,
-                "boxes begin at 1024-byte boundaries");
+  static_assert(kColumns % kUnit == 0 && kUnit % 8 == 0, "boxes begin at 1024-byte boundaries");
   static_assert(kColumns % (16 * kHalves) == 0, "chunks of b for every thread of a team");
   static_assert(kTeams * kRows * kPitch * 4 <= kLow, "sums fit the stages");
   static_assert(kColumns <= kMultiply, "a thread for each bias");
 };
 
-// Where a block is: in its cluster, and its tile in all results side by side. Uniform in the block.
-// Made again where it is wanted: kept, it would take registers through the products, and where two
-// branches of different registers share a number it goes to memory.
+// Where a block's tile is in all results side by side. Uniform in the block. Made again where it is
+// wanted: kept, it would take registers through the products, and where two branches of different
+// registers share a number it goes to memory.
 template <class Config>
 struct Place {
   using L = Tiling<Config>;
   int row, column, slices;
-  unsigned m, n;  // in the cluster
 
   __device__ explicit Place(const LinearHopperParams& p) {
     unsigned block = blockIdx.x;
     int depth = p.depth[0];
     asm volatile("" : "+r"(block), "+r"(depth));
     slices = (depth + L::kDepth - 1) / L::kDepth;
-    const unsigned rank = block % L::kCluster, cluster = block / L::kCluster;
-    const unsigned along_m =
-        (unsigned(p.rows[0]) + L::kRows * L::kClusterM - 1) / (L::kRows * L::kClusterM);
-    m = rank % L::kClusterM;
-    n = rank / L::kClusterM;
-    row = int(cluster % along_m * L::kClusterM + m) * L::kRows;
-    column = int(cluster / along_m * L::kClusterN + n) * L::kColumns;
+    const unsigned along_rows = (unsigned(p.rows[0]) + L::kRows - 1) / L::kRows;
+    row = int(block % along_rows) * L::kRows;
+    column = int(block / along_rows) * L::kColumns;
   }
-
-  // Blocks of the cluster that have the same rows, or the same columns, as a set of ranks.
-  __device__ unsigned same_rows() const {
-    unsigned set = 0;
-#pragma unroll
-    for (int i = 0; i < L::kClusterN; ++i) {
-      set |= 1u << i * L::kClusterM;
-    }
-    return set << m;
-  }
-  __device__ unsigned same_columns() const {
-    return ((1u << L::kClusterM) - 1) << n * L::kClusterM;
-  }
-  __device__ unsigned others() const { return same_rows() | same_columns(); }  // and itself
 };
 
 // The result that has a column of all, and which of its columns that is. Columns after the last are
@@ -138,7 +112,7 @@ struct Column {
 
 // Before anything is known of earlier work: barriers and tensor maps. It touches no other memory.
 template <class Config>
-__device__ void linear_cluster_begin(const LinearHopperParams& p) {
+__device__ void linear_teams_begin(const LinearHopperParams& p) {
   using L = Tiling<Config>;
   extern __shared__ unsigned char memory[];
   const unsigned shared = shared_address(memory);
@@ -148,8 +122,7 @@ __device__ void linear_cluster_begin(const LinearHopperParams& p) {
   if (threadIdx.x == 0) {
     for (int i = 0; i < L::kStages; ++i) {
       barrier_init(shared + L::kFull + 8 * i, 1);
-      // The warps of a team, in every block that gets a part of this one's boxes.
-      barrier_init(shared + L::kEmpty + 8 * i, L::kTeam / 32 * (L::kClusterM + L::kClusterN - 1));
+      barrier_init(shared + L::kEmpty + 8 * i, L::kTeam / 32);  // warps of the team that has it
     }
     for (int i = 0; i < L::kTeams * L::kBuffers; ++i) {
       barrier_init(shared + L::kWritten + 8 * i, L::kTeam / 32);
@@ -160,45 +133,25 @@ __device__ void linear_cluster_begin(const LinearHopperParams& p) {
       prefetch_map(p.b_map[s]);
     }
   }
-  if constexpr (L::kCluster > 1) {  // barriers can be used, from other blocks too
-    __syncwarp();
-    cluster_arrive();
-    cluster_wait();
-  } else {
-    __syncthreads();
-  }
+  __syncthreads();  // barriers can be used
 }
 
-// Ask for a box, for this block or for all `blocks` of the cluster.
-template <bool kShared>
-__device__ inline void load(unsigned to, const TensorMap& map, unsigned barrier, int k, int line,
-                            unsigned blocks) {
-  if constexpr (kShared) {
-    load_box(to, map, barrier, k, line, 0, blocks);
-  } else {
-    load_box(to, map, barrier, k, line, 0);
-  }
-}
-
-// The block's boxes of all slices, by a thread of each of four warps: the last asks for those of a,
-// units of b go round. A barrier that hears of bytes before it is told to expect them waits for both.
+// The block's boxes of all slices, by a thread of each of up to four warps: the last asks for those
+// of a, units of b go round. A barrier that hears of bytes before it is told to expect them waits for both.
 template <class Config>
-__device__ inline void load_slices(const LinearHopperParams& p, unsigned shared) {
+__device__ inline void load_slices(const LinearHopperParams& p, unsigned shared, int warp) {
   using L = Tiling<Config>;
   const Place<Config> place(p);
-  constexpr int kRows = L::kRows / L::kClusterN, kUnits = L::kPart / L::kUnit;
-  constexpr int kMine = (kUnits + 3) / 4;
-  const int warp = threadIdx.x % 128 / 32;
+  constexpr int kMine = (L::kUnits + 3) / 4;
   const TensorMap* map[kMine];
   int column[kMine];
 #pragma unroll
   for (int i = 0; i < kMine; ++i) {
-    const Column at(p, place.column + int(place.m) * L::kPart + (warp + 4 * i) * L::kUnit);
+    const Column at(p, place.column + (warp + 4 * i) * L::kUnit);
     map[i] = &p.b_map[at.product];
     column[i] = at.column;
   }
-  const unsigned a = shared + place.n * kRows * 128;
-  const unsigned b = shared + L::kBytesA + (place.m * L::kPart + warp * L::kUnit) * 128;
+  const unsigned b = shared + L::kBytesA + warp * L::kUnit * 128;
   unsigned stage = 0, phase = 1;
 #pragma unroll 1
   for (int k = 0; k < place.slices * L::kDepth; k += L::kDepth) {
@@ -206,14 +159,12 @@ __device__ inline void load_slices(const LinearHopperParams& p, unsigned shared)
     barrier_wait(shared + L::kEmpty + 8 * stage, phase);
     if (warp == 3) {
       barrier_expect(full, L::kStage);
-      load<(L::kClusterN > 1)>(a + at, p.a_map[0], full, k, place.row + int(place.n) * kRows,
-                               place.same_rows());
+      load_box(shared + at, p.a_map[0], full, k, place.row, 0);
     }
 #pragma unroll
     for (int i = 0; i < kMine; ++i) {
-      if (warp + 4 * i < kUnits) {
-        load<(L::kClusterM > 1)>(b + at + i * L::kUnit * 512, *map[i], full, k, column[i],
-                                 place.same_columns());
+      if (warp + 4 * i < L::kUnits) {
+        load_box(b + at + i * L::kUnit * 512, *map[i], full, k, column[i], 0);
       }
     }
     if (++stage == L::kStages) {
@@ -357,15 +308,17 @@ __device__ inline void correct_tile(const LinearHopperParams& p, const Place<Con
 }
 
 template <class Config>
-__device__ void linear_cluster(const LinearHopperParams& p) {
+__device__ void linear_teams(const LinearHopperParams& p) {
   using L = Tiling<Config>;
   using T = typename L::T;
   extern __shared__ unsigned char memory[];
   const unsigned shared = shared_address(memory);
   if (threadIdx.x >= L::kMultiply) {
     fewer_registers<24>();
-    if (threadIdx.x % 32 == 0) {
-      load_slices<Config>(p, shared);
+    // A warp without a box would not be waited for, and could miss phases of the barriers.
+    const int warp = threadIdx.x % 128 / 32;
+    if (threadIdx.x % 32 == 0 && (warp < L::kUnits || warp == 3)) {
+      load_slices<Config>(p, shared, warp);
     }
     return;
   }
@@ -383,9 +336,7 @@ __device__ void linear_cluster(const LinearHopperParams& p) {
   const int lane = threadIdx.x % 32, thread = threadIdx.x % L::kTeam;
   // The same in all lanes, which the compiler cannot know.
   const int team = __shfl_sync(0xffffffffu, int(threadIdx.x) / L::kTeam, 0);
-  const Place<Config> before(p);
-  const int slices = before.slices;
-  const bool tells = before.others() >> lane & 1;  // a block of that rank
+  const int slices = Place<Config>(p).slices;
   float sums[L::kColumns / 2];
 #pragma unroll
   for (int r = 0; r < L::kColumns / 2; ++r) {
@@ -473,16 +424,10 @@ __device__ void linear_cluster(const LinearHopperParams& p) {
     } else {
       hold(sums);
     }
-    if (slice + L::kStages < slices) {  // the stage is wanted again
-      __syncwarp();
-      if (tells) {
-        barrier_arrive_at(shared + L::kEmpty + 8 * now, lane);
-      }
-    }
-  }
-  if constexpr (L::kCluster > 1) {
     __syncwarp();
-    cluster_arrive();  // all that others send here has come
+    if (lane == 0) {
+      barrier_arrive(shared + L::kEmpty + 8 * now);
+    }
   }
 
   named_barrier(1 + L::kTeams, L::kMultiply);  // the last slice has been read
@@ -501,8 +446,5 @@ __device__ void linear_cluster(const LinearHopperParams& p) {
     if (!finite) {
       correct_tile(p, place, bias);
     }
-  }
-  if constexpr (L::kCluster > 1) {
-    cluster_wait();  // no block ends while another may still tell it that a stage is free
   }
 }
