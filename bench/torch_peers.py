@@ -164,7 +164,9 @@ def block_mask(w: Any) -> Any:
             result = one if result is None else result & one
         return result
 
-    return create_block_mask(inside, None, None, w.tokens, w.tokens, "cuda", _compile=True)
+    # Compiled, it needs no memory for the whole mask; otherwise it is there at once.
+    compiled = w.tokens > 4096
+    return create_block_mask(inside, None, None, w.tokens, w.tokens, "cuda", _compile=compiled)
 
 
 # Fused module
@@ -266,6 +268,8 @@ def torch_compile(w: Workload, direction: str) -> Bind:
 def flex(w: Workload, direction: str) -> Bind:
     from torch.nn.attention.flex_attention import flex_attention
 
+    if w.operator == "fused_neighborhood" and w.dtype == "f32" and w.tokens > 1024:
+        raise Refusal("float32 beyond 1024 tokens takes flex_attention tens of milliseconds")
     mask = block_mask(w)
     compiled = _compiled(flex_attention)
     return _attention_bind(w, direction, functools.partial(compiled, block_mask=mask))

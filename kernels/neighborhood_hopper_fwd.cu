@@ -4,10 +4,10 @@
 //   y    = sum_j softmax(s)[j] v[j]         lse = log sum_j exp s[j]
 //
 // Shapes    as in neighborhood_fwd.cu, 16-bit, value_dim = head_dim = kDim
-// Grid      x: as many blocks as multiprocessors, or tiles if these are fewer. Tiles: query boxes
+// Grid      x: kBlocks for each multiprocessor, or tiles if these are fewer. Tiles: query boxes
 //           of a dilation group, last axis fastest; then groups, heads, batch: blocks work on
 //           neighbouring queries of one head at a time, whose keys are in L2
-// Block     one warpgroup that brings boxes, kGroups that own 64 queries of the tile each
+// Block     kGroups warpgroups that own 64 queries of the tile each, and warps that bring boxes
 // Tile map  a box of queries that walks boxes of the keys that they see, as in
 //           common/neighborhood_hopper.cuh. A box of positions of a dilation group is a strided box
 //           of tokens, which the copy engine takes: nothing is permuted
@@ -17,11 +17,13 @@
 //    queries 64 | s, p    |         registers of a warpgroup: s 64 x keys, o 64 x kDim, p as 16-bit
 //               +---------+
 //
-// Pipeline  producer  warp 0: empty -> ask for k, v -> full; warp 1: the next tile's plan; warp 2:
-//                     its q
-//           consumer  s(i) = q k(i)^T  and  o += p(i - 1) v(i - 1)  are issued together; the softmax of
-//                     s(i) runs while the second product does, and under the other warpgroups'
-//                     products: they take turns to ask for theirs. So does the end of a tile
+// Pipeline  producer  warp 0: empty -> ask for k, v -> full; warp 1: the next tile's plan and its q
+//           consumer, one block a multiprocessor:  s(i) = q k(i)^T  and  o += p(i - 1) v(i - 1)  are
+//                     issued together; the softmax of s(i) runs while the second product does, and
+//                     under the other warpgroup's products: they take turns to ask for theirs. So
+//                     does the end of a tile
+//           consumer, two blocks:  s(i), its softmax, o += p(i) v(i), one after the other: the three
+//                     other warps of a scheduler have work meanwhile
 // Masks     a key box that lies inside every window of a warpgroup's queries needs none, one that
 //           none of them sees is passed over. Otherwise a score counts where the key's position is
 //           in [start, end) of the query on each axis
@@ -40,6 +42,7 @@ __device__ void neighborhood_hopper_fwd(const NeighborhoodHopperParams& hp) {
   constexpr int kStages = Config::kStages, kDim = Config::kDim, kKeys = B::kSeen;
   constexpr int kGroups = Config::kGroups, kOwned = Config::kOwned;
   static_assert(!Config::kInverse && kStages > 1, "queries own");
+  constexpr bool kTurns = Config::kBlocks == 1;
   const NeighborhoodParams& p = hp.na;
   extern __shared__ unsigned char memory[];
   const unsigned q_at = static_cast<unsigned>(__cvta_generic_to_shared(memory));
@@ -53,7 +56,7 @@ __device__ void neighborhood_hopper_fwd(const NeighborhoodHopperParams& hp) {
   const unsigned k_empty = v_full + 8 * kStages, v_empty = k_empty + 8 * kStages;
   const Plans<Config> plans(memory, v_empty + 8 * kStages);
   // Known to be uniform, so that addresses of products are.
-  const int warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / 128 - 1, 0);
+  const int warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / 128, 0);
   if (threadIdx.x == 0) {
     for (int i = 0; i < kOwned * kGroups; ++i) {
       barrier_init(q_full + 8 * i, 1);
@@ -65,7 +68,7 @@ __device__ void neighborhood_hopper_fwd(const NeighborhoodHopperParams& hp) {
       barrier_init(k_empty + 8 * i, B::kWarps);
       barrier_init(v_empty + 8 * i, B::kWarps);
     }
-    plans.init(B::kWarps + 2);
+    plans.init(B::kWarps + 1);
     barrier_init_done();
     prefetch_map(hp.q_map);
     prefetch_map(hp.k_map);
@@ -73,9 +76,11 @@ __device__ void neighborhood_hopper_fwd(const NeighborhoodHopperParams& hp) {
   }
   __syncthreads();  // barriers can be used
 
-  if (warpgroup < 0) {
-    fewer_registers<kGroups == 2 ? 40 : 32>();
-    if (threadIdx.x == 0) {
+  if (warpgroup == kGroups) {
+    if constexpr (kTurns) {
+      fewer_registers<40>();
+    }
+    if (threadIdx.x % 128 == 0) {
       unsigned it = 0;  // box of the block
       plans.for_each([&](const BoxPlan<Config>& plan, unsigned) {
         const BoxPlace<Config>& place = plan.place;
@@ -93,10 +98,8 @@ __device__ void neighborhood_hopper_fwd(const NeighborhoodHopperParams& hp) {
                                         walk.at, v_at + stage * B::kSeenBytes, v_full + 8 * stage);
         }
       });
-    } else if (threadIdx.x / 32 == 1) {
-      plans.write(hp, p.heads);
-    } else if (threadIdx.x == 64) {
-      plans.for_each([&](const BoxPlan<Config>& plan, unsigned tile) {
+    } else if (threadIdx.x % 128 / 32 == 1) {
+      plans.write(hp, p.heads, [&](const BoxPlan<Config>& plan, unsigned tile) {
         for (int group = 0; group < kGroups; ++group) {
           const unsigned slot = tile % kOwned * kGroups + group;
           barrier_wait(q_empty + 8 * slot, (tile / kOwned & 1) ^ 1);
@@ -109,17 +112,27 @@ __device__ void neighborhood_hopper_fwd(const NeighborhoodHopperParams& hp) {
     return;
   }
 
-  more_registers<kGroups == 2 ? 232 : 160>();
+  if constexpr (kTurns) {
+    more_registers<232>();
+  }
   const int lane = threadIdx.x % 32, quad = lane % 4;
   const int row0 = warpgroup * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;  // and row0 + 8
   const float scale = float(p.scale * 1.4426950408889634);  // scores in base 2
   float s[kKeys / 2], o[kDim / 2], factor[2], largest[2], sum[2];
   unsigned weights[kKeys / 16][4];
-  // Warpgroups take turns to ask for products, so that the softmax of one runs under the products
-  // of the others: one turn each for every box, also for those that they pass over.
-  const auto my_turn = [&]() { named_barrier(1 + warpgroup, 256); };
-  const auto end_turn = [&]() { named_arrive(1 + (warpgroup + 1) % kGroups, 256); };
-  if (warpgroup == 0) {
+  // Warpgroups of a block alone take turns to ask for products, so that the softmax of one runs
+  // under the products of the other: one turn each for every box, also for those passed over.
+  const auto my_turn = [&]() {
+    if constexpr (kTurns) {
+      named_barrier(1 + warpgroup, 256);
+    }
+  };
+  const auto end_turn = [&]() {
+    if constexpr (kTurns) {
+      named_arrive(1 + (warpgroup + 1) % kGroups, 256);
+    }
+  };
+  if (kTurns && warpgroup == 0) {
     named_arrive(1, 256);
   }
   unsigned it = 0, q_now = 0;  // box of the block; where q is
@@ -230,17 +243,20 @@ __device__ void neighborhood_hopper_fwd(const NeighborhoodHopperParams& hp) {
       softmax(walk, plan.rows);
       rescale_and_pack();
       ++it;
-      for (++i; i < boxes && !walk.is_outside(warpgroup); ++i, ++it) {
-        my_turn();
-        start_scores();
-        add_values(it - 1);
-        end_turn();
-        warpgroup_wait<1>();  // the scores are there
-        arrive_by_warp(k_empty + 8 * (it % kStages));
-        softmax(walk, plan.rows);
-        warpgroup_wait<0>();
-        arrive_by_warp(v_empty + 8 * ((it - 1) % kStages));
-        rescale_and_pack();
+      ++i;
+      if constexpr (kTurns) {
+        for (; i < boxes && !walk.is_outside(warpgroup); ++i, ++it) {
+          my_turn();
+          start_scores();
+          add_values(it - 1);
+          end_turn();
+          warpgroup_wait<1>();  // the scores are there
+          arrive_by_warp(k_empty + 8 * (it % kStages));
+          softmax(walk, plan.rows);
+          warpgroup_wait<0>();
+          arrive_by_warp(v_empty + 8 * ((it - 1) % kStages));
+          rescale_and_pack();
+        }
       }
       add_values(it - 1);
       warpgroup_wait<0>();

@@ -17,7 +17,7 @@ from .neighborhood_problem import Problem, values, visits
 
 Box = tuple[int, int, int]
 Axis = tuple[int, int, int, int, bool, str]  # positions, window, dilation, stride, causal, boundary
-_SHARED = 227 << 10  # bytes of a block
+_SHARED = 228 << 10  # bytes of a multiprocessor, of which each block takes 1 KB
 
 
 def _factors(n: int, axes: int, last: int) -> list[Box]:
@@ -88,7 +88,8 @@ class Hopper(Row):
     ARRAYS: ClassVar[tuple[str, ...]] = ("q", "k", "v")  # that the copy engine takes
     PARTS: ClassVar[tuple[str, ...]] = ()  # kernels: "fwd", "dq", "dkdv"
     LEAST: ClassVar[int] = 576  # keys of a window, below which other rows are faster
-    GROUPS: ClassVar[Mapping[int, int]] = {64: 2, 128: 2}  # by head_dim: warpgroups that compute
+    GROUPS: ClassVar[int] = 2  # warpgroups that compute, 64 rows each
+    BLOCKS: ClassVar[Mapping[int, int]] = {64: 1, 128: 1}  # of a multiprocessor, by head_dim
     OVERHEAD: ClassVar[int] = 24  # of a walked box, in positions: barriers, exchange between lanes
     SAVED: ClassVar[float] = 0.5  # by passing over: the other warpgroups go on alone
     STAGES: ClassVar[int] = 2  # walked boxes in flight before a second tile's own rows are
@@ -98,9 +99,9 @@ class Hopper(Row):
         return f"hopper_{self.dtype}_d{self.dim}"
 
     @property
-    def groups(self) -> int:
-        """Return how many warpgroups compute, 64 rows each."""
-        return self.GROUPS[self.dim]
+    def blocks(self) -> int:
+        """Return how many blocks share a multiprocessor; two leave registers for 64 keys."""
+        return self.BLOCKS[self.dim]
 
     def refuses(self, problem: Problem, device: Device) -> str | None:
         if problem.q.dtype != self.dtype:
@@ -139,7 +140,7 @@ class Hopper(Row):
             assert boxes is not None
             own, seen = (box[3 - rank:] for box in boxes)
             tile, walked = ("x".join(map(str, box)) for box in (own, seen))
-            lines.append(f"{part}: tiles of {tile} positions, {self.groups} warpgroups, walk boxes "
+            lines.append(f"{part}: tiles of {tile} positions, {self.GROUPS} warpgroups, walk boxes "
                          f"of {walked}: {visits(problem, own, seen, part == 'dkdv')}")
         return lines
 
@@ -150,7 +151,7 @@ class Hopper(Row):
         lengths = [cdiv(n, d) for n, d in zip(problem.space, problem.dilation)]
         axes = tuple(zip(lengths, problem.kernel_size, step, problem.stride, problem.is_causal,
                          (problem.boundary,) * len(lengths)))
-        return _boxes(axes, sizes, inverse, self.groups, self.OVERHEAD, self.SAVED)
+        return _boxes(axes, sizes, inverse, self.GROUPS, self.OVERHEAD, self.SAVED)
 
     def _tiles(self, problem: Problem, own: Box) -> Box:
         """Return the tiles along each axis of the longest dilation group."""
@@ -175,10 +176,11 @@ class Hopper(Row):
 
         `arrays`: of own rows; `stage`: bytes of a walked box.
         """
-        rows = 64 * self.groups
-        tile = arrays * rows * self.dim * 2 + 8 * 2 * self.groups
-        plans = 2 * (80 + 48 * self.groups + 8 * axes * rows + 8 * 2)
-        stages = [min((_SHARED - plans - n * tile) // stage, 6) for n in (1, 2)]
+        rows = 64 * self.GROUPS
+        tile = arrays * rows * self.dim * 2 + 8 * 2 * self.GROUPS
+        plans = 2 * (80 + 48 * self.GROUPS + 8 * axes * rows + 8 * 2)
+        memory = _SHARED // self.blocks - (1 << 10)
+        stages = [min((memory - plans - n * tile) // stage, 6) for n in (1, 2)]
         owned = 2 if stages[1] >= min(stages[0], self.STAGES) else 1
         return owned, stages[owned - 1], plans + owned * tile + stages[owned - 1] * stage
 
@@ -190,8 +192,8 @@ class Hopper(Row):
 
     def _kernel(self, part: str, own: Box, seen: Box, axes: int) -> Kernel:
         owned, stages, _ = self._bytes(part, axes, seen)
-        numbers = {"Dim": self.dim, "Groups": self.groups, "Owned": owned, "Stages": stages,
-                   "Axes": axes, **{f"Own{a}": n for a, n in zip("THW", own)},
+        numbers = {"Dim": self.dim, "Groups": self.GROUPS, "Blocks": self.blocks, "Owned": owned,
+                   "Stages": stages, "Axes": axes, **{f"Own{a}": n for a, n in zip("THW", own)},
                    **{f"Seen{a}": n for a, n in zip("THW", seen)}}
         boxes = "_".join("x".join(map(str, box)) for box in (own, seen))
         direction = "fwd" if part == "fwd" else "bwd"
@@ -201,7 +203,8 @@ class Hopper(Row):
                       (f"using T = {CTYPE[self.dtype]};",
                        f"static constexpr bool kInverse = {str(part == 'dkdv').lower()};",
                        *(f"static constexpr int k{k} = {n};" for k, n in numbers.items())),
-                      128 * (self.groups + 1), target="sm_90a")
+                      128 * self.GROUPS + (128 if self.blocks == 1 else 64), self.blocks,
+                      target="sm_90a")
 
     def _heads_of(self, problem: Problem, part: str) -> int:
         return problem.kv_heads if part == "dkdv" else problem.heads
@@ -214,9 +217,9 @@ class Hopper(Row):
         fields = {f"na.{name}.data": name for name in buffers}
         fields |= {f"{name}_map.address": name for name in self.ARRAYS}
         ours = ("k", "v") if part == "dkdv" else ("q", "dy")
-        maps = {f"{name}_map": self._map(problem, getattr(problem, name), _part(own, self.groups)
+        maps = {f"{name}_map": self._map(problem, getattr(problem, name), _part(own, self.GROUPS)
                                          if name in ours else seen) for name in self.ARRAYS}
-        blocks = min(self._all_tiles(problem, own, heads), device.multiprocessors)
+        blocks = min(self._all_tiles(problem, own, heads), device.multiprocessors * self.blocks)
         return Step(self._kernel(part, own, seen, axes), (blocks, 1, 1),
                     self._numbers(problem, own, heads), fields,
                     shared=self._bytes(part, axes, seen)[2], maps=maps)
@@ -248,7 +251,9 @@ class HopperForward(Hopper):
     """64 queries a warpgroup, 64 to 160 keys at a time, both boxes of positions."""
 
     PARTS: ClassVar[tuple[str, ...]] = ("fwd",)
-    KEYS: ClassVar[tuple[int, ...]] = (64, 80, 96, 112, 128, 144, 160)
+    BLOCKS: ClassVar[Mapping[int, int]] = {64: 2, 128: 1}
+    KEYS: ClassVar[Mapping[int, tuple[int, ...]]] = {  # by blocks: what registers hold
+        1: (64, 80, 96, 112, 128, 144, 160), 2: (64,)}
 
     def boxes(self, problem: Problem, part: str = "fwd") -> tuple[Box, Box] | None:
         """Return the box of queries of a tile and that of keys that it walks, if any fit."""
@@ -256,14 +261,15 @@ class HopperForward(Hopper):
 
     @property
     def keys(self) -> tuple[int, ...]:
-        """Return how many keys a box may have: more spill."""
-        return tuple(n for n in self.KEYS if self.groups == 2 or n <= 112)
+        """Return how many keys a box may have."""
+        return self.KEYS[self.blocks]
 
     def kernels(self) -> tuple[Kernel, ...]:
         """Return the kernels of a few boxes; others are compiled when they are met."""
+        most = self.keys[-1] // 16
         return tuple(self._kernel("fwd", *boxes) for boxes in few(self.dtype, (
-            ((1, 1, 128), (1, 1, 160), 1), ((1, 8, 16), (1, 10, 16), 2),
-            ((4, 4, 8), (3, 3, 16), 3), ((8, 2, 8), (1, 4, 16), 3))))
+            ((1, 1, 128), (1, 1, most * 16), 1), ((1, 8, 16), (1, most, 16), 2),
+            ((4, 4, 8), (2, 4, 8), 3))))
 
     def program(self, problem: Problem, device: Device) -> Program:
         lse = ("lse",) if problem.return_lse else ()

@@ -9,8 +9,8 @@
 // the union.
 //
 // A block has a multiprocessor for itself and stays for all its tiles. Two plans say where it
-// works: a warp of the first warpgroup writes that of the next tile while this one is computed, two
-// others have its positions loaded, so that the warpgroups that compute go on without a pause.
+// works: a warp writes that of the next tile while this one is computed and has its own positions
+// loaded, another asks for boxes, so that the warpgroups that compute go on without a pause.
 #pragma once
 #include "common/mma.cuh"
 #include "common/params.cuh"
@@ -34,7 +34,7 @@ struct Boxes {
   static constexpr int kFirstAxis = 3 - Config::kAxes;  // axes before it have one position
   static constexpr int kWarps = kGroups * 4;            // that compute
   static_assert(kRows == kGroups * 64, "64 rows for each warpgroup");
-  static_assert(Config::kThreads == (kGroups + 1) * 128, "and one warpgroup that brings boxes");
+  static_assert(Config::kThreads > kGroups * 128, "and warps that bring boxes");
   static_assert(kSeen % 16 == 0, "whole products");
   static_assert(Config::kSeenW % 8 == 0, "8 neighbouring columns are neighbours on the last axis");
 
@@ -310,7 +310,12 @@ struct Plans {
   // All plans of the block, by one warp; the last one says that there are no more tiles. Blocks
   // have neighbouring tiles at any time, whose boxes are in L2. From round to round a block moves
   // on among them, or it might meet tiles at borders, which are smaller, in every round or in none.
+  // After each, one thread calls visit(plan, number).
   __device__ void write(const NeighborhoodHopperParams& hp, int heads) const {
+    write(hp, heads, [](const BoxPlan<Config>&, unsigned) {});
+  }
+  template <class Visit>
+  __device__ void write(const NeighborhoodHopperParams& hp, int heads, Visit visit) const {
     unsigned made = 0;
     for (unsigned round = 0; round * gridDim.x < unsigned(hp.all_tiles); ++round) {
       BoxPlan<Config>& plan = plans[made % 2];
@@ -321,6 +326,9 @@ struct Plans {
         plan.place.set_parts(hp.na);
         plan.rows.set(hp.na, plan.place);
         arrive_by_warp(barriers + 8 * (again(made) % 2));
+        if (threadIdx.x % 32 == 0) {
+          visit(plan, made);
+        }
         ++made;
       }
     }
