@@ -109,7 +109,8 @@ class Kernel:
     `function` is a ``template <class Config> __device__ void`` in `source`; `config` are the
     members of ``struct Config``; `params` is the struct it takes; `blocks` of it must fit a
     multiprocessor at once, which bounds the registers; `target` is set for rows that need one
-    architecture, such as ``"sm_90a"``. What `early` names may touch no memory but its block's own.
+    architecture, such as ``"sm_90a"``. What `early` names may touch no memory but its block's own,
+    and prefetch.
     """
 
     name: str

@@ -110,7 +110,8 @@ struct Column {
   }
 };
 
-// Before anything is known of earlier work: barriers and tensor maps. It touches no other memory.
+// Before anything is known of earlier work: barriers, tensor maps, and b to L2, where it may still be
+// written. Blocks of the same columns ask for different slices.
 template <class Config>
 __device__ void linear_teams_begin(const LinearHopperParams& p) {
   using L = Tiling<Config>;
@@ -133,11 +134,24 @@ __device__ void linear_teams_begin(const LinearHopperParams& p) {
       prefetch_map(p.b_map[s]);
     }
   }
+  unsigned thread = threadIdx.x;
+  asm volatile("" : "+r"(thread));  // its lane is not kept for later, as in `Place`
+  if (thread >= L::kMultiply && thread % 32 == 0) {
+    const Place<Config> place(p);
+    const int step = (p.rows[0] + L::kRows - 1) / L::kRows;
+    for (int unit = (thread - L::kMultiply) / 32; unit < L::kUnits; unit += 4) {
+      const Column at(p, place.column + unit * L::kUnit);
+      for (int slice = place.row / L::kRows; slice < place.slices; slice += step) {
+        prefetch_box(p.b_map[at.product], slice * L::kDepth, at.column, 0);
+      }
+    }
+  }
   __syncthreads();  // barriers can be used
 }
 
 // The block's boxes of all slices, by a thread of each of up to four warps: the last asks for those
-// of a, units of b go round. A barrier that hears of bytes before it is told to expect them waits for both.
+// of a, units of b go round. A barrier that hears of bytes before it is told to expect them waits for
+// both.
 template <class Config>
 __device__ inline void load_slices(const LinearHopperParams& p, unsigned shared, int warp) {
   using L = Tiling<Config>;

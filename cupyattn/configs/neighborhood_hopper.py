@@ -282,6 +282,7 @@ class HopperBackward(Hopper):
 
     ARRAYS: ClassVar[tuple[str, ...]] = ("q", "k", "v", "dy")
     PARTS: ClassVar[tuple[str, ...]] = ("dq", "dkdv")
+    LEAST: ClassVar[int] = 256
     OVERHEAD: ClassVar[int] = 8
     SAVED: ClassVar[float] = 1.0
     STAGES: ClassVar[int] = 3

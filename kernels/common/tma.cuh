@@ -54,7 +54,12 @@ __device__ inline void load_box(unsigned to, const TensorMap& map, unsigned barr
 __device__ inline void prefetch_map(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
-
+// A box to L2 only.
+__device__ inline void prefetch_box(const TensorMap& map, int x, int y, int z) {
+  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(&map),
+               "r"(x), "r"(y), "r"(z)
+               : "memory");
+}
 __device__ inline void prefetch_to_l2(const void* at) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
 }
