@@ -75,7 +75,7 @@ struct Tiling {
   static_assert(kColumns % kUnit == 0 && kUnit % 8 == 0, "boxes begin at 1024-byte boundaries");
   static_assert(kColumns % (16 * kHalves) == 0, "chunks of b for every thread of a team");
   static_assert(kTeams * kRows * kPitch * 4 <= kLow, "sums fit the stages");
-  static_assert(kColumns <= kMultiply, "a thread for each bias");
+  static_assert(kColumns <= 128, "a thread for each bias");
 };
 
 // Where a block's tile is in all results side by side. Uniform in the block. Made again where it is
@@ -327,6 +327,8 @@ __device__ void linear_teams(const LinearHopperParams& p) {
   using T = typename L::T;
   extern __shared__ unsigned char memory[];
   const unsigned shared = shared_address(memory);
+  float* const bias = reinterpret_cast<float*>(memory + L::kBias);
+  constexpr int kRead = 1 + L::kTeams, kReadable = kRead + 1;  // named barriers
   if (threadIdx.x >= L::kMultiply) {
     fewer_registers<24>();
     // A warp without a box would not be waited for, and could miss phases of the barriers.
@@ -334,19 +336,21 @@ __device__ void linear_teams(const LinearHopperParams& p) {
     if (threadIdx.x % 32 == 0 && (warp < L::kUnits || warp == 3)) {
       load_slices<Config>(p, shared, warp);
     }
+    __syncwarp();
+    const int thread = int(threadIdx.x) - L::kMultiply;
+    if (thread < L::kColumns) {
+      const Place<Config> place(p);
+      const Column of(p, place.column + thread);
+      const T* from = static_cast<const T*>(p.bias[of.product]);
+      bias[thread] = from != nullptr && of.column < p.columns[of.product]
+                         ? widen(from[of.column * p.bias_stride[of.product]])
+                         : 0.0f;
+    }
+    named_arrive(kReadable, Config::kThreads);
     return;
   }
   more_registers<L::kRegisters>();
 
-  float* const bias = reinterpret_cast<float*>(memory + L::kBias);
-  if (threadIdx.x < L::kColumns) {  // while the first slices are on their way
-    const Place<Config> place(p);
-    const Column of(p, place.column + int(threadIdx.x));
-    const T* from = static_cast<const T*>(p.bias[of.product]);
-    bias[threadIdx.x] = from != nullptr && of.column < p.columns[of.product]
-                            ? widen(from[of.column * p.bias_stride[of.product]])
-                            : 0.0f;
-  }
   const int lane = threadIdx.x % 32, thread = threadIdx.x % L::kTeam;
   // The same in all lanes, which the compiler cannot know.
   const int team = __shfl_sync(0xffffffffu, int(threadIdx.x) / L::kTeam, 0);
@@ -444,7 +448,7 @@ __device__ void linear_teams(const LinearHopperParams& p) {
     }
   }
 
-  named_barrier(1 + L::kTeams, L::kMultiply);  // the last slice has been read
+  named_barrier(kRead, L::kMultiply);  // the last slice has been read
   float* const all = reinterpret_cast<float*>(memory);
   const int row = thread / 32 * 16 + lane / 4;
   float* to = all + (team * L::kRows + row) * L::kPitch + lane % 4 * 2;
@@ -453,7 +457,7 @@ __device__ void linear_teams(const LinearHopperParams& p) {
     *reinterpret_cast<float2*>(to + r / 2 % 2 * 8 * L::kPitch + r / 4 * 8) =
         float2{sums[r], sums[r + 1]};
   }
-  named_barrier(1 + L::kTeams, L::kMultiply);  // sums and bias are readable
+  named_barrier(kReadable, Config::kThreads);  // sums and bias are
   const Place<Config> place(p);
   const bool finite = write_tile(p, place, all, bias);
   if constexpr (L::kExact) {

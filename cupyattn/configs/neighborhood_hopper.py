@@ -87,7 +87,8 @@ class Hopper(Row):
     target: ClassVar[str | None] = "sm_90a"
     ARRAYS: ClassVar[tuple[str, ...]] = ("q", "k", "v")  # that the copy engine takes
     PARTS: ClassVar[tuple[str, ...]] = ()  # kernels: "fwd", "dq", "dkdv"
-    LEAST: ClassVar[int] = 576  # keys of a window, below which other rows are faster
+    # Keys of a window, below which other rows are faster, by the number of axes.
+    LEAST: ClassVar[Mapping[int, int]] = {1: 256, 2: 256, 3: 256}
     GROUPS: ClassVar[int] = 2  # warpgroups that compute, 64 rows each
     BLOCKS: ClassVar[Mapping[int, int]] = {64: 1, 128: 1}  # of a multiprocessor, by head_dim
     OVERHEAD: ClassVar[int] = 24  # of a walked box, in positions: barriers, exchange between lanes
@@ -113,8 +114,9 @@ class Hopper(Row):
             return f"scale {problem.scale} is not positive"
         keys = math.prod(min(w, cdiv(n, d)) for w, n, d in zip(
             problem.kernel_size, problem.space, problem.dilation))
-        if keys < self.LEAST:
-            return f"a window of {keys} keys is below {self.LEAST}"
+        least = self.LEAST[len(problem.space)]
+        if keys < least:
+            return f"a window of {keys} keys is below {least}"
         for name in self.ARRAYS:
             if _heads(getattr(problem, name)) is None:
                 return (f"{name} has strides {getattr(problem, name).strides} or an address that "
@@ -251,6 +253,7 @@ class HopperForward(Hopper):
     """64 queries a warpgroup, 64 to 160 keys at a time, both boxes of positions."""
 
     PARTS: ClassVar[tuple[str, ...]] = ("fwd",)
+    LEAST: ClassVar[Mapping[int, int]] = {1: 256, 2: 576, 3: 576}
     BLOCKS: ClassVar[Mapping[int, int]] = {64: 2, 128: 1}
     KEYS: ClassVar[Mapping[int, tuple[int, ...]]] = {  # by blocks: what registers hold
         1: (64, 80, 96, 112, 128, 144, 160), 2: (64,)}
@@ -282,7 +285,6 @@ class HopperBackward(Hopper):
 
     ARRAYS: ClassVar[tuple[str, ...]] = ("q", "k", "v", "dy")
     PARTS: ClassVar[tuple[str, ...]] = ("dq", "dkdv")
-    LEAST: ClassVar[int] = 256
     OVERHEAD: ClassVar[int] = 8
     SAVED: ClassVar[float] = 1.0
     STAGES: ClassVar[int] = 3
