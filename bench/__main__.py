@@ -140,6 +140,9 @@ def main(arguments: list[str] | None = None) -> int:
         if options.command == "figures":
             rows = [row for file in sorted(ledger.RESULTS.glob("*.jsonl"))
                     for row in ledger.read(file)]  # fmt: skip
+            if options.operator or options.workload:
+                names = {w.name for w in chosen(options)}
+                rows = [row for row in rows if row["workload"] in names]
             print(ledger.figures(rows, options.run))
             return 0
         why = gpu_missing()
