@@ -27,7 +27,9 @@
 //           units truncate when they add, so a sum over 64 of depth is added to another register
 //           set by ordinary additions. A result that is not finite is computed again, one number
 //           at a time: an infinite x has no planes
-//           kPlanes 1: one TF32 product, operands rounded by the copy engine
+//           kPlanes 1: one TF32 product, operands rounded by the copy engine. Its descriptors know
+//           depth inside only: where b has rows inside, linear_planes copies it (one plane); where
+//           a has, warps take its numbers to registers
 // Splits    of the depth, where tiles are few: float32 sums to `partial`, added in order by linear_total
 // Limits    sm_90a; 16-byte strides and addresses
 #include "common/linear.cuh"
@@ -41,6 +43,7 @@ template <class Config>
 struct Tiling {
   using T = typename Config::T;
   static constexpr bool kExact = Config::kPlanes == 3;
+  static constexpr bool kTaken = sizeof(T) == 4 && !kExact && Config::kRowsA;  // a in registers
   static constexpr int kRows = 128;
   static constexpr int kColumns = Config::kColumns;
   static constexpr int kDepth = sizeof(T) == 2 || kExact ? 64 : 32;
@@ -56,6 +59,16 @@ struct Tiling {
   static constexpr int kPitch = (kWide + 8) * int(sizeof(T));
   static constexpr int kResults = kExact ? 0 : kRows * kPitch;
 };
+
+// Of the warpgroup's 64 rows, those of a lane's accumulator: this one, and kApart further. Where a
+// lane takes numbers of a from lines of 32 rows, a warp's 32 then lie in as many banks.
+template <class Config>
+constexpr int kApart = Tiling<Config>::kTaken ? 4 : 8;
+template <class Config>
+__device__ inline int lane_row() {
+  const int warp = threadIdx.x % 128 / 32, g = threadIdx.x % 32 / 4;
+  return Tiling<Config>::kTaken ? warp / 2 * 32 + warp % 2 * 8 + g / 4 * 16 + g % 4 : warp * 16 + g;
+}
 
 // What a block computes next. Uniform in the block.
 struct LinearTile {
@@ -135,6 +148,20 @@ __device__ inline void load_step(const LinearHopperParams& p, int term, const Li
     for (int plane = 0; plane < Config::kPlanes; ++plane) {
       load_box(stage + plane * L::kPlaneB, p.b_map[term], full, k, tile.column, plane);
     }
+  }
+}
+
+// -------------------------------------------------------------------------- TF32, rows of a inside
+
+// A step's fragments of the warpgroup's rows, from boxes of 32 rows x 32 of depth.
+template <class Config>
+__device__ inline void take_step(const unsigned char* a, int group, unsigned (&to)[4][4]) {
+  const int row = group * 64 + lane_row<Config>(), q = threadIdx.x % 4;
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    const int r = row + i % 2 * kApart<Config>, k = i / 4 * 8 + i / 2 % 2 * 4 + q;
+    to[i / 4][i % 4] =
+        *reinterpret_cast<const unsigned*>(a + r / 32 * 4096 + swizzled(k * 128 + r % 32 * 4));
   }
 }
 
@@ -296,23 +323,24 @@ template <class Config, int kCount>
 __device__ inline void store_sums(const LinearHopperParams& p, const LinearTile& tile, int row0,
                                   int column0, const float (&sums)[kCount]) {
   using T = typename Config::T;
-  const int lane = threadIdx.x % 32, q = lane % 4, s = tile.product;
-  const int row = row0 + threadIdx.x % 128 / 32 * 16 + lane / 4, column = column0 + 2 * q;
+  constexpr int kSecond = kApart<Config>;
+  const int s = tile.product;
+  const int row = row0 + lane_row<Config>(), column = column0 + threadIdx.x % 4 * 2;
   int width[2];
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    width[h] = row + h * 8 < p.rows[s] ? p.columns[s] - column0 : 0;
+    width[h] = row + h * kSecond < p.rows[s] ? p.columns[s] - column0 : 0;
   }
   if (p.splits > 1) {
     float* first = static_cast<float*>(p.partial) + tile.split * p.numbers + p.first[s] +
                    int64(row) * p.columns[s] + column;
-    float* to[2] = {first, first + int64(8) * p.columns[s]};
+    float* to[2] = {first, first + int64(kSecond) * p.columns[s]};
     store_pairs(to, width, sums);
     return;
   }
   T* c = static_cast<T*>(p.c[s].data) + row * p.c[s].row;
   if constexpr (Tiling<Config>::kExact) {
-    float* to[2] = {c + column, c + column + 8 * p.c[s].row};
+    float* to[2] = {c + column, c + column + kSecond * p.c[s].row};
     store_pairs(to, width, sums);
     bool finite = true;
 #pragma unroll
@@ -324,7 +352,7 @@ __device__ inline void store_sums(const LinearHopperParams& p, const LinearTile&
         const int h = r / 2 % 2, j = r / 4 * 8 + r % 2;
         float* at = (h ? to[1] : to[0]) + j;
         if (j < (h ? width[1] : width[0]) && !is_finite(*at)) {
-          *at = one_number(p, s, row + h * 8, column + j) + bias_of<T>(p, s, column + j);
+          *at = one_number(p, s, row + h * kSecond, column + j) + bias_of<T>(p, s, column + j);
         }
       }
     }
@@ -341,10 +369,10 @@ __device__ inline void send_sums(const LinearHopperParams& p, const LinearTile& 
   using L = Tiling<Config>;
   using T = typename Config::T;
   constexpr int kSize = sizeof(T);
-  const int thread = threadIdx.x % 128, lane = thread % 32, s = tile.product;
+  const int thread = threadIdx.x % 128, s = tile.product;
   const bool sends = thread < 64;  // a row
   const int row = tile.row + group * 64 + thread;
-  unsigned char* mine = results + (thread / 32 * 16 + lane / 4) * L::kPitch + lane % 4 * 2 * kSize;
+  unsigned char* mine = results + lane_row<Config>() * L::kPitch + thread % 4 * 2 * kSize;
 #pragma unroll
   for (int i = 0; i < L::kSums; ++i) {
     if (sends) {
@@ -355,7 +383,7 @@ __device__ inline void send_sums(const LinearHopperParams& p, const LinearTile& 
     add_bias(sums[i], bias_room);
 #pragma unroll
     for (int r = 0; r < 64; r += 2) {
-      void* to = mine + r / 2 % 2 * 8 * L::kPitch + r / 4 * 8 * kSize;
+      void* to = mine + r / 2 % 2 * kApart<Config> * L::kPitch + r / 4 * 8 * kSize;
       if constexpr (kSize == 2) {
         *static_cast<unsigned*>(to) = pack<T>(sums[i][r], sums[i][r + 1]);
       } else {
@@ -457,6 +485,48 @@ __device__ void linear_hopper(const LinearHopperParams& p) {
         release(stage);
         next_stage();
       }
+    } else if constexpr (L::kTaken) {
+      unsigned taken[4][4];
+      barrier_wait(full + 8 * stage, phase);
+      take_step<Config>(memory + stage * L::kStage, group, taken);
+#pragma unroll 1
+      for (int step = tile.begin; step < tile.end; ++step) {
+        const unsigned now = stage;
+        const unsigned long long b =
+            tile_descriptor(stages + now * L::kStage + L::kBytesA, 8192);
+        // The numbers in other registers: a copy would be folded, and the next step's, taken while
+        // products still read these, would come to the same ones. `summed` is 0 or 1.
+        unsigned a[4][4];
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+          a[i / 4][i % 4] = taken[i / 4][i % 4] ^ unsigned(p.summed >> 1);
+        }
+#pragma unroll
+        for (int i = 0; i < L::kSums; ++i) {
+          hold(sums[i]);
+        }
+        warpgroup_arrive();
+#pragma unroll
+        for (int part = 0; part < 4; ++part) {
+#pragma unroll
+          for (int i = 0; i < L::kSums; ++i) {
+            multiply_lines<T>(sums[i], a[part], b + i * 1024 + part * 2,
+                              part == 0 ? step != tile.begin : 1);
+          }
+        }
+        warpgroup_commit();
+        next_stage();
+        if (step + 1 < tile.end) {
+          barrier_wait(full + 8 * stage, phase);
+          take_step<Config>(memory + stage * L::kStage, group, taken);
+        }
+        warpgroup_wait<0>();
+#pragma unroll
+        for (int i = 0; i < L::kSums; ++i) {
+          hold(sums[i]);
+        }
+        release(now);
+      }
     } else {
       constexpr int kStepA = Config::kRowsA ? 128 : 2, kStepB = Config::kRowsB ? 128 : 2;
       const auto multiply_step = [&](int add) {
@@ -551,7 +621,8 @@ __device__ void linear_total(const LinearHopperParams& p) {
 }
 
 // The planes of b[s], one after the other: bf16 [plane][columns][depth rounded up to 8], to
-// `planes[s]`. Grid: x tiles of 64 columns x 64 of depth, y products.
+// `planes[s]`; or, of one plane, b[s] itself in float32. Grid: x tiles of 64 columns x 64 of depth,
+// y products.
 template <class Config>
 __device__ void linear_planes(const LinearHopperParams& p) {
   constexpr int kTile = 64;
@@ -582,17 +653,22 @@ __device__ void linear_planes(const LinearHopperParams& p) {
     tile[rows_inside ? inside : other][rows_inside ? other : inside] = x[i];
   }
   __syncthreads();  // tile readable
-  unsigned* to = static_cast<unsigned*>(p.planes[s]) + (int64(j0) * width + k0) / 2;
-  const int64 plane = int64(p.columns[s]) * width / 2;
+  const int64 start = (int64(j0) * width + k0) / 2, plane = int64(p.columns[s]) * width / 2;
+  unsigned* to = static_cast<unsigned*>(p.planes[s]) + start;
+  float2* copy = static_cast<float2*>(p.planes[s]) + start;
   const int pair = threadIdx.x % (kTile / 2), first = threadIdx.x / (kTile / 2);
 #pragma unroll
   for (int j = first; j < kTile; j += Config::kThreads / (kTile / 2)) {
     if (j < columns && k0 + 2 * pair < width) {
-      unsigned word[3];
-      split(tile[j][2 * pair], tile[j][2 * pair + 1], word[0], word[1], word[2]);
+      if constexpr (Config::kPlanes == 1) {
+        copy[j * int64(width / 2) + pair] = float2{tile[j][2 * pair], tile[j][2 * pair + 1]};
+      } else {
+        unsigned word[3];
+        split(tile[j][2 * pair], tile[j][2 * pair + 1], word[0], word[1], word[2]);
 #pragma unroll
-      for (int i = 0; i < 3; ++i) {
-        to[i * plane + j * int64(width / 2) + pair] = word[i];
+        for (int i = 0; i < 3; ++i) {
+          to[i * plane + j * int64(width / 2) + pair] = word[i];
+        }
       }
     }
   }

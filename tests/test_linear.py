@@ -179,10 +179,10 @@ def test_values_of_a_problem():
     assert (numbers["rows.2"], numbers["columns.2"], numbers["depth.2"]) == (256, 512, 512)
 
 
-def gradient(dtype, tokens, hidden):
+def gradient(dtype, tokens, hidden, precision="fp32"):
     """d_weight of four weights, of which three meet one array."""
     x, y = dense("x", tokens, hidden), dense("y", tokens, hidden)
-    return Problem(dtype, "fp32", tuple(
+    return Problem(dtype, precision, tuple(
         Product(dense(f"g{i}", tokens, hidden).T, (x if i < 3 else y).T,
                 dense(f"d{i}", hidden, hidden)) for i in range(4)))
 
@@ -199,8 +199,10 @@ def test_hopper_does_large_products(dtype, precision, name):
 @pytest.mark.parametrize("dtype, precision", [("f32", "fp32"), ("f32", "tf32"), ("bf16", "fp32")])
 @pytest.mark.parametrize("size", [(1024, 512), (8192, 512), (16384, 768), (4096, 1024)])
 def test_hopper_steps_fit_the_device(dtype, precision, size):
-    for problem in (projections(dtype, *size, precision=precision), gradient(dtype, *size)):
+    for problem in (projections(dtype, *size, precision=precision),
+                    gradient(dtype, *size, precision)):
         row = next(r for r in linear_hopper.ROWS if r.refuses(problem, H200) is None)
+        assert row.precision == (precision if dtype == "f32" else "")
         program = row.program(problem, H200)
         for step in program.steps:
             assert step.shared <= H200.shared_memory
@@ -287,6 +289,46 @@ def test_what_hopper_refuses_warps_do():
     reasons = [reason for row, reason in _select.refusals(TABLE, mixed, H200)
                if row.name == "hopper_bf16"]
     assert reasons == ["the a of some products have rows inside, of others depth"]
+
+
+@pytest.mark.parametrize("tokens, hidden", [(8192, 512), (2048, 768), (512, 1024)])
+def test_tf32_copies_b_where_depth_is_not_inside(tokens, hidden):
+    """And takes a as it is."""
+    straight = projections("f32", tokens, hidden, precision="tf32")
+    turned = replace(straight, products=tuple(
+        replace(p, b=Matrix(p.b.buffer, hidden, hidden, 1, hidden)) for p in straight.products))
+    both = gradient("f32", tokens, hidden, "tf32")
+    with _select.force("hopper_tf32"):
+        one, two, three = (linear.program(p, H200) for p in (straight, turned, both))
+    assert one.steps[0].kernel.function == "linear_hopper"
+    for program, copies in ((two, 3), (three, 2)):
+        copy, multiply = program.steps[:2]
+        assert copy.kernel.function == "linear_planes" and copy.grid[1] == copies
+        made = {copy.buffers[f"planes.{s}"] for s in range(copies)}
+        assert {name for path, name in multiply.buffers.items() if "b_map" in path} == made
+        assert all(program.scratch[name].dtype == "f32" for name in made)
+        assert multiply.maps["b_map.0"].strides[0] == 4 * program.scratch[min(made)].shape[-1]
+    assert three.steps[1].kernel.name.endswith("_tn") and two.steps[1].kernel.name.endswith("_nn")
+
+
+@pytest.mark.parametrize("precision, tokens, names", [
+    ("fp32", 64, ("mma_f32", "mma_f32")), ("fp32", 8192, ("hopper_fp32", "hopper_fp32")),
+    ("tf32", 64, ("mma_tf32", "mma_tf32")), ("tf32", 512, ("mma_tf32", "hopper_tf32")),
+    ("tf32", 2048, ("hopper_tf32", "hopper_tf32")), ("tf32", 8192, ("hopper_tf32", "hopper_tf32"))])
+def test_gradients_take_the_row_of_least_time(precision, tokens, names):
+    """That of the input, and those of the weights: by the cost rules."""
+    hidden, w = dense("dx", tokens, 512), [dense(f"w{i}", 512, 512) for i in range(3)]
+    to_input = Problem("f32", precision, tuple(
+        Product(dense(f"g{i}", tokens, 512), x.T, hidden) for i, x in enumerate(w)), True)
+    for problem, name in zip((to_input, gradient("f32", tokens, 512, precision)), names):
+        row = chosen(problem, H200)
+        us = {r.name: r.plan(problem, H200).us for r in linear_hopper.ROWS
+              if r._mismatch(problem, H200) is None}
+        us |= {r.name: r.cost(problem, H200)[0] for r in MMA if r._mismatch(problem, H200) is None}
+        assert row.name == min(us, key=us.get) and row.name.startswith(name)
+        for r in linear_hopper.ROWS:
+            if r.name in us and r != row:
+                assert "by the cost rule" in r.refuses(problem, H200)
 
 
 def test_planes_are_made_once_and_first():
@@ -406,7 +448,8 @@ def hold(row, problem, memory, total):
               case=2.0 ** -10 if tf32 else None)
 
 
-HOPPER = tuple(replace(row, least=0) for row in linear_hopper.ROWS)  # whatever pays
+HOPPER = tuple(replace(row, tilings=(tiling,)) for row in linear_hopper.ROWS
+               for tiling in row.tilings)
 TEAMS = tuple(replace(row, tilings=(tiling,)) for row in linear_teams.ROWS
                 for tiling in row.tilings)
 OTHERS = tuple(row for row in TABLE if not row.target)
@@ -425,13 +468,14 @@ def fitted(row, sizes, *along):
     """Sizes and layouts that a row takes: those of sm_90a want 8 columns, some depth inside."""
     if row.target:
         sizes = [(rows, cdiv(columns, 8) * 8, depth) for rows, columns, depth in sizes]
-        along = (True, True) if precision_of(row) == "tf32" or row in TEAMS else along
+        along = (True, True) if row in TEAMS else along
     return (sizes, *along)
 
 
 def each_row(rows=ROWS):
     return pytest.mark.parametrize("row", rows, ids=lambda row: row.name + (
-        "_{}x{}".format(*row.tilings[0]) if row in TEAMS else ""))
+        "_{}x{}".format(*row.tilings[0]) if row in TEAMS else
+        f"_c{row.tilings[0].columns}" if row in HOPPER else ""))
 
 
 def precision_of(row):

@@ -8,11 +8,14 @@ from typing import ClassVar, NamedTuple
 
 from .._program import (CTYPE, ITEMSIZE, Device, Kernel, Layout, Program, Row, Step, TensorMap,
                         cdiv, few)
+from .._select import forced
+from . import linear_mma
 from .linear_problem import Matrix, Problem, values
 
 _ROWS = 128  # of a tile
 _THREADS = 384
 _LAUNCH_US = 2.0  # of each launch, as measured on an H200
+_BYTES_A_US = 3.0e6  # of planes, and of the splits' sums, written and read again
 
 
 class Tiling(NamedTuple):
@@ -41,7 +44,6 @@ class Hopper(Row):
     dtype: str
     precision: str  # "fp32": three bf16 planes of float32; "tf32"; "" for 16-bit
     tilings: tuple[Tiling, ...]
-    least: int  # work, in tiles of 128 x 128 x 64, below which its start costs more than it gains
 
     target: ClassVar[str | None] = "sm_90a"
 
@@ -53,18 +55,34 @@ class Hopper(Row):
     def planes(self) -> int:
         return 3 if self.precision == "fp32" else 1
 
+    def _planes_of(self, problem: Problem) -> tuple[Matrix, ...]:
+        """Return the operands b of which a kernel makes planes before the products."""
+        unique = tuple(dict.fromkeys(product.b for product in problem.products))
+        if self.precision == "tf32" and all(
+                b.column_stride == 1 and _inside(b, self.dtype) for b in unique):
+            return ()
+        return unique if self.precision else ()
+
     def refuses(self, problem: Problem, device: Device) -> str | None:
+        reason = self._mismatch(problem, device)
+        if reason is None and not (forced() and self.name.startswith(forced())):
+            us = self.plan(problem, device).us
+            rival = linear_mma.least(problem, device)
+            if rival is not None and rival[0] < us:
+                return f"takes {us:.3g} us by the cost rule, {rival[1]} {rival[0]:.3g}"
+        return reason
+
+    def _mismatch(self, problem: Problem, device: Device) -> str | None:
+        """Return why this row cannot do the problem, or None."""
         if problem.dtype != self.dtype:
             return f"dtype {problem.dtype} is not {self.dtype}"
         if self.precision and problem.precision != self.precision:
             return f"precision {problem.precision} is not {self.precision}"
         for product in problem.products:
-            operands = {"a": product.a} if self.planes == 3 else {"a": product.a, "b": product.b}
+            operands = {"a": product.a} if self.precision else {"a": product.a, "b": product.b}
             for name, x in operands.items():
                 if not _inside(x, self.dtype):
                     return f"{name} has strides {x[3:5]} or an address that are no 16-byte steps"
-            if self.precision == "tf32" and {x.column_stride for x in operands.values()} != {1}:
-                return "TF32 operands must have unit stride along the depth"
             if product.b.rows % 8:
                 return f"{product.b.rows} columns are not a multiple of 8"
             if max(product.a[1:3] + product.b[1:3]) >= 2**31:
@@ -76,15 +94,14 @@ class Hopper(Row):
             c = product.c
             if c.column_stride != 1 or c.row_stride * ITEMSIZE[self.dtype] % 16 or c.align % 16:
                 return f"c has strides {c[3:5]} or an address that are no 16-byte steps"
-        work = sum(cdiv(product.a.rows, 128) * cdiv(product.b.rows, 128)
-                   * cdiv(product.a.columns, 64) for product in problem.products)
-        if work < self.least:
-            return f"{work} tiles of 128 x 128 x 64 are fewer than {self.least}"
         return None
 
     def plan(self, problem: Problem, device: Device) -> Plan:
         """Return the tiling and the splits of the depth that should take least time."""
         numbers = sum(product.a.rows * product.b.rows for product in problem.results)
+        # Of each number of b: float32 read, planes written.
+        planes = sum(b.rows * b.columns for b in self._planes_of(problem))
+        before = _LAUNCH_US + planes * (4 + _PLANES[self.planes][1]) / _BYTES_A_US if planes else 0
         best = None
         for tiling in self.tilings:
             tiles = sum(cdiv(product.a.rows, _ROWS) * cdiv(product.b.rows, tiling.columns)
@@ -95,10 +112,10 @@ class Hopper(Row):
                 if splits > 1 and min(steps) < 4 * splits:
                     break
                 waves = cdiv(tiles * splits, device.multiprocessors)
-                us = _LAUNCH_US * (1 + (self.planes == 3) + (splits > 1))
+                us = before + _LAUNCH_US * (1 + (splits > 1))
                 us += waves * (cdiv(most, splits) * tiling.step_us + tiling.end_us)
                 if splits > 1:  # write and read float32 sums
-                    us += 8e-6 * splits * numbers / 3
+                    us += 8 * splits * numbers / _BYTES_A_US
                 if best is None or us < best.us:
                     best = Plan(tiling, splits, us)
         assert best is not None
@@ -126,21 +143,19 @@ class Hopper(Row):
         return self._kernel(tiling.columns, tiling.stages, False, False, function, 256)
 
     def kernels(self) -> tuple[Kernel, ...]:
-        layouts = [(False, False)]
-        if self.precision == "fp32":
-            layouts = [(False, False), (True, False)]
-        elif not self.precision:
+        layouts = [(False, False), (True, False)]
+        if not self.precision:
             layouts = list(few(self.dtype, [(a, b) for a in (False, True) for b in (False, True)]))
         return (*(self._product_kernel(tiling, *layout) for tiling in self.tilings
                   for layout in layouts),
                 self._other_kernel("linear_total"),
-                *((self._other_kernel("linear_planes"),) if self.planes == 3 else ()))
+                *((self._other_kernel("linear_planes"),) if self.precision else ()))
 
     def program(self, problem: Problem, device: Device) -> Program:
         tiling, splits, _ = self.plan(problem, device)
         products, results = problem.products, problem.results
         rows_a = products[0].a.column_stride != 1
-        rows_b = self.planes == 1 and products[0].b.column_stride != 1
+        rows_b = not self.precision and products[0].b.column_stride != 1
         numbers, buffers = values(problem)
         sizes = [product.a.rows * product.b.rows for product in results]
         numbers |= {"splits": splits, "numbers": sum(sizes)}
@@ -148,21 +163,21 @@ class Hopper(Row):
         scratch: dict[str, Layout] = {}
         steps = []
 
-        if self.planes == 3:
-            unique = list(dict.fromkeys(product.b for product in products))
-            planes = [_planes_layout(b) for b in unique]
-            scratch |= {_planes_name(b): layout for b, layout in zip(unique, planes)}
-            steps.append(self._planes_step(unique))
+        of = self._planes_of(problem)
+        if of:
+            scratch |= {_planes_name(b): self._planes_layout(b) for b in of}
+            steps.append(self._planes_step(of))
         maps = {}
         for s, product in enumerate(products):
             maps[f"a_map.{s}"] = self._map(product.a, _ROWS, tiling.depth)
             buffers[f"a_map.{s}.address"] = product.a.buffer
-            if self.planes == 3:
-                layout = _planes_layout(product.b)
-                _, rows, width = layout.shape
-                maps[f"b_map.{s}"] = TensorMap("bf16", (width, rows, 3),
-                                               (2 * width, 2 * width * rows),
-                                               (64, tiling.columns, 1))
+            if of:
+                layout = self._planes_layout(product.b)
+                planes, rows, width = layout.shape
+                size = ITEMSIZE[layout.dtype]
+                maps[f"b_map.{s}"] = TensorMap(
+                    "bf16" if planes == 3 else "tf32", (width, rows, planes),
+                    (size * width, size * width * rows), (128 // size, tiling.columns, 1))
                 buffers[f"b_map.{s}.address"] = _planes_name(product.b)
             else:
                 maps[f"b_map.{s}"] = self._map(product.b, tiling.columns, tiling.depth)
@@ -188,6 +203,10 @@ class Hopper(Row):
         """Return the bytes for bias and for results that wait to be copied, as in the source."""
         size, wide = ITEMSIZE[self.dtype], min(tiling.columns, 128)
         return 2 * wide * size + (0 if self.planes == 3 else _ROWS * (wide + 8) * size)
+
+    def _planes_layout(self, b: Matrix) -> Layout:
+        dtype, _ = _PLANES[self.planes]
+        return Layout((self.planes, b.rows, cdiv(b.columns, 8) * 8), dtype)
 
     def _planes_step(self, unique: Sequence[Matrix]) -> Step:
         numbers: dict[str, object] = {"products": len(unique)}
@@ -250,13 +269,12 @@ def _planes_name(b: Matrix) -> str:
     return f"planes_{b.buffer}_{b.rows}x{b.columns}_{b.row_stride}x{b.column_stride}"
 
 
-def _planes_layout(b: Matrix) -> Layout:
-    return Layout((3, b.rows, cdiv(b.columns, 8) * 8), "bf16")
+_PLANES = {3: ("bf16", 6), 1: ("f32", 4)}  # by their number: dtype, bytes of a number in all
 
 
 ROWS = (
-    Hopper("f32", "tf32", (Tiling(256, 3, 32, 0.8, 1.0), Tiling(128, 4, 32, 0.42, 1.0)), 150),
-    Hopper("f32", "fp32", (Tiling(128, 2, 64, 2.3, 1.2), Tiling(64, 3, 64, 1.36, 1.2)), 320),
-    *(Hopper(dtype, "", (Tiling(256, 4, 64, 0.8, 1.0), Tiling(128, 5, 64, 0.42, 1.0)), 320)
+    Hopper("f32", "tf32", (Tiling(256, 3, 32, 0.8, 1.0), Tiling(128, 4, 32, 0.42, 1.0))),
+    Hopper("f32", "fp32", (Tiling(128, 2, 64, 2.3, 1.2), Tiling(64, 3, 64, 1.36, 1.2))),
+    *(Hopper(dtype, "", (Tiling(256, 4, 64, 0.8, 1.0), Tiling(128, 5, 64, 0.42, 1.0)))
       for dtype in ("bf16", "f16")),
 )

@@ -155,6 +155,12 @@ class Mma(Row):
                        {name: Layout((chunks * size,), "f32")})
 
 
+def least(problem: Problem, device: Device) -> tuple[float, str] | None:
+    """Return the least time by the cost rule, and the row, of those that can do a problem."""
+    return min(((row.cost(problem, device)[0], row.name) for row in ROWS
+                if row._mismatch(problem, device) is None), default=None)
+
+
 def _unreadable(views: Sequence[Matrix], dtype: str, along: bool) -> str | None:
     """Return what matrices lack to be copied by 16 bytes along depth (or across), or None."""
     size = ITEMSIZE[dtype]

@@ -102,11 +102,10 @@ class Teams(Row):
 
     def _rival(self, problem: Problem, device: Device) -> tuple[float, str] | None:
         """Return the least time, and the row, of the other rows on matrix units."""
-        costs = [(row.cost(problem, device)[0], row.name) for row in linear_mma.ROWS
+        costs = [(row.plan(problem, device).us, row.name) for row in linear_hopper.ROWS
                  if row._mismatch(problem, device) is None]
-        costs += [(row.plan(problem, device).us, row.name) for row in linear_hopper.ROWS
-                  if row.refuses(problem, device) is None]
-        return min(costs, default=None)
+        warps = linear_mma.least(problem, device)
+        return min(costs + ([warps] if warps else []), default=None)
 
     def plan(self, problem: Problem, device: Device) -> Plan:
         """Return the tiling that should take least time, and that.

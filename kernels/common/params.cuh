@@ -61,7 +61,7 @@ struct alignas(64) TensorMap {
 struct LinearHopperParams {
   TensorMap a_map[4], b_map[4];
   MatrixView a[4], b[4], c[4];
-  void* planes[4];                 // of b, bf16 [3][columns][depth rounded up to 8]
+  void* planes[4];                 // of b, [planes][columns][depth rounded up to 8]
   void* bias[4];
   int64 bias_stride[4];
   void* partial;                   // float [splits][numbers]

@@ -239,8 +239,8 @@ __device__ inline void multiply_keys(float (&d)[64], unsigned long long a, unsig
                                      int add) {
   multiply<T, 0, 0>(d, a, b, add);
 }
-// a from registers, depth inside: 64 x 16, 32, 48, 64, 80, 96 or 112. float means TF32, for which a0 to a3 hold
-// depth q of row g, of row g + 8, and depth q + 4 of both.
+// a from registers, depth inside: 64 x 16, 32, 48, 64, 80, 96, 112 or 128. float means TF32, for
+// which a0 to a3 hold depth q of row g, of row g + 8, and depth q + 4 of both.
 #define CUPYATTN_LINES(N, A, B, ADD) \
   if constexpr (sizeof(T) == 4) { \
     CUPYATTN_REGISTERS(N, "k8.f32.tf32.tf32", A, B, ADD, ""); \
@@ -264,8 +264,10 @@ __device__ inline void multiply_lines(float (&d)[kCount], const unsigned (&a)[4]
     CUPYATTN_LINES(80, "{%40, %41, %42, %43}", "%44", "%45");
   } else if constexpr (kCount == 48) {
     CUPYATTN_LINES(96, "{%48, %49, %50, %51}", "%52", "%53");
-  } else {
-    static_assert(kCount == 56, "columns");
+  } else if constexpr (kCount == 56) {
     CUPYATTN_LINES(112, "{%56, %57, %58, %59}", "%60", "%61");
+  } else {
+    static_assert(kCount == 64, "columns");
+    CUPYATTN_LINES(128, "{%64, %65, %66, %67}", "%68", "%69");
   }
 }
