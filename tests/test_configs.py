@@ -155,7 +155,7 @@ def problems(name):
                 for p in products(dtype, precision, *size)]
     if name.startswith("neighborhood"):
         sizes = ((1, 1), (64, 64), (65, 8), (8, 129), (256, 256), (257, 3), (512, 1))
-        lines = ((72, 7), (64, 63), (64, 1024), (128, 1024))
+        lines = ((72, 7), (128, 7), (64, 63), (64, 1024), (128, 1024))
         return [*(attention(d, dim, v, backward) for d in DTYPES for dim, v in sizes),
                 *(line(d, *size, backward) for d in DTYPES for size in lines)]
     if name.startswith("multi_token"):

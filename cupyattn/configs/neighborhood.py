@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from .._program import CTYPE, FLOATS, Device, Kernel, Program, Row, Step, cdiv
 from . import neighborhood_hopper
-from .neighborhood_band import BandBackward, BandForward
+from .neighborhood_band import BandBackward, BandForward, SlideForward
 from .neighborhood_box import BoxBackward, BoxForward
 from .neighborhood_problem import Problem, values
 
@@ -76,6 +76,7 @@ FORWARD: tuple[Row, ...] = (
     *neighborhood_hopper.ROWS,
     *(BandForward(dtype, small=True) for dtype in ("bf16", "f16")),
     *(BoxForward(dtype) for dtype in ("bf16", "f16")),
+    SlideForward("f32"),
     *(BandForward(dtype) for dtype in ("f32", "bf16", "f16")),
     *(Plain(dtype, dim, False) for dtype in FLOATS for dim in _DIMS))
 BACKWARD: tuple[Row, ...] = (
