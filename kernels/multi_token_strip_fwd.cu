@@ -30,7 +30,7 @@
 //           32, so that a thread ends with 8 neighbouring keys of one row of y: one 16-byte write.
 //           A NaN would spread through those zero weights: rows of P that are NaN (they always are
 //           so as a whole) enter as 0, and the outputs that they reach are set to NaN afterwards.
-// Cores     float32: a thread computes 4 outputs of 2 rows and 4 keys, P in float32, FMAs
+// Cores     float32: a thread computes 4 outputs of 4 keys, P in float32, FMAs
 // Memory    scores: once from memory and once from cache, (kRows + (kh - 1) d0) / kRows times;
 //           y: once. Shared: weights, statistics and one tile per warp (Strip::kShared bytes)
 // Accuracy  statistics and sums in float32; P rounded to T where products are on matrix units
@@ -579,7 +579,7 @@ template <class Config>
 __device__ inline void convolve_cores(const MultiTokenParams& p, const StripPlace<Config>& place,
                                       const char* shared, const char* tile, int j0, int lane) {
   using S = Strip<Config>;
-  static_assert(Config::kColumns == 64 && Config::kRows % 4 == 0, "16 x 2 threads of 4 x 2");
+  static_assert(Config::kColumns == 64 && Config::kRows % 2 == 0, "16 x 2 threads of 4 keys");
   // A thread's keys and their halo, from a multiple of four columns on.
   constexpr int kSkip = S::kLeft - S::kBefore - (S::kLeft - S::kBefore) / 4 * 4;
   constexpr int kStart = S::kLeft - S::kBefore - kSkip;
@@ -588,52 +588,51 @@ __device__ inline void convolve_cores(const MultiTokenParams& p, const StripPlac
   const int x = lane % 16 * 4;
 
 #pragma unroll 1
-  for (int n = 0; n < Config::kRows / 4 * S::kFours; ++n) {
-    const int row = n / S::kFours * 4 + lane / 16 * 2;
+  for (int n = 0; n < Config::kRows / 2 * S::kFours; ++n) {
+    const int row = n / S::kFours * 2 + lane / 16;
     const int four = n % S::kFours;
-    float sum[2][4][4] = {};  // the bias comes last, so that only one addition rounds it
-#pragma unroll 1
-    for (int c = 0; c < Config::kChannels; ++c) {
-      const float4* weight = reinterpret_cast<const float4*>(shared) +
-                             (four * Config::kChannels + c) * Config::kKh * Config::kKw;
-      const char* rows = tile + (c * S::kTileRows + row) * S::kStride + (kStart + x) * 4;
-#pragma unroll(Config::kKh * Config::kKw <= 9 ? S::kReach + 2 : 1)
-      for (int down = 0; down < S::kReach + 2; ++down) {  // rows below the first tap of row 0
-        if (down % Config::kRowStep > 1 && Config::kRowStep > 2) {
-          continue;  // between taps
-        }
+    // Few additions round a large number: a row of taps has a sum of its own, the lowest row, where
+    // weights of keys are smallest, comes first, and the bias last.
+    float sum[4][4] = {};
+#pragma unroll(Config::kKh * Config::kKw <= 9 ? Config::kKh : 1)
+    for (int u = Config::kKh - 1; u >= 0; --u) {
+      float part[4][4] = {};
+#pragma unroll(Config::kKw <= 3 ? 2 : 1)
+      for (int c = 0; c < Config::kChannels; ++c) {
+        const float4* weight =
+            reinterpret_cast<const float4*>(shared) +
+            ((four * Config::kChannels + c) * Config::kKh + u) * Config::kKw;
+        const char* from = tile + (c * S::kTileRows + row + u * Config::kRowStep) * S::kStride +
+                           (kStart + x) * 4;
         float window[kWindow];
 #pragma unroll
         for (int k = 0; k < kWindow; k += 4) {
-          const float4 v = *reinterpret_cast<const float4*>(rows + down * S::kStride + k * 4);
+          const float4 v = *reinterpret_cast<const float4*>(from + k * 4);
           window[k] = v.x, window[k + 1] = v.y, window[k + 2] = v.z, window[k + 3] = v.w;
         }
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const int u = (down - r) / Config::kRowStep;
-          if (down >= r && (down - r) % Config::kRowStep == 0 && u < Config::kKh) {
+        for (int v = 0; v < Config::kKw; ++v) {
+          const float4 w = weight[v];
 #pragma unroll
-            for (int v = 0; v < Config::kKw; ++v) {
-              const float4 w = weight[u * Config::kKw + v];
-#pragma unroll
-              for (int k = 0; k < 4; ++k) {
-                const float value = window[kSkip + v * Config::kColumnStep + k];
-                sum[r][k][0] += w.x * value;
-                sum[r][k][1] += w.y * value;
-                sum[r][k][2] += w.z * value;
-                sum[r][k][3] += w.w * value;
-              }
-            }
+          for (int k = 0; k < 4; ++k) {
+            const float value = window[kSkip + v * Config::kColumnStep + k];
+            part[k][0] += w.x * value;
+            part[k][1] += w.y * value;
+            part[k][2] += w.z * value;
+            part[k][3] += w.w * value;
           }
         }
       }
+#pragma unroll
+      for (int i = 0; i < 16; ++i) {
+        sum[i / 4][i % 4] += part[i / 4][i % 4];
+      }
     }
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const int r = i / 4, o = i % 4;
+    for (int o = 0; o < 4; ++o) {
       const float b = bias[four * 4 + o];
-      float value[4] = {sum[r][0][o] + b, sum[r][1][o] + b, sum[r][2][o] + b, sum[r][3][o] + b};
-      store_keys<Config>(p, place, four * 4 + o, place.query + row + r, j0 + x, value);
+      float value[4] = {sum[0][o] + b, sum[1][o] + b, sum[2][o] + b, sum[3][o] + b};
+      store_keys<Config>(p, place, four * 4 + o, place.query + row, j0 + x, value);
     }
   }
 }

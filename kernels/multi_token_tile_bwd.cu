@@ -355,7 +355,8 @@ __device__ inline bool fill_table(const MultiTokenParams& p, int group, int set,
   return check == 0;
 }
 
-// dP of the lane's four keys gets what `count` outputs add.
+// dP of the lane's four keys gets what `count` outputs add. In float32 an output's taps have a sum of
+// their own, where registers allow it: fewer additions round a large number.
 template <class Config, bool kExact>
 __device__ inline void convolve(const ScoresWarp<Config>& warp, const float4* tile,
                                 const float* table, int count,
@@ -364,8 +365,14 @@ __device__ inline void convolve(const ScoresWarp<Config>& warp, const float4* ti
   constexpr int kKh = Config::kKh, kKw = Config::kKw, kChannels = Config::kChannels;
   constexpr int kBlock = kKw <= 16 ? kKw : 4;  // taps that are unrolled: places modulo 4 are known
   constexpr int kHeads = ScoresSizes<Config>::kHeads;
+  constexpr bool kParts = sizeof(typename Config::T) == 4 && kChannels <= 4;
 #pragma unroll 1
   for (int o = 0; o < count; ++o) {
+    float part[kChannels][4];
+#pragma unroll
+    for (int i = 0; i < 4 * kChannels; ++i) {
+      part[i / 4][i % 4] = kParts ? 0.0f : sum[i / 4][i % 4];
+    }
 #pragma unroll(!kExact && kKh * kKw * kChannels <= 72 ? kKh : 1)
     for (int u = 0; u < kKh; ++u) {
       const float4* line =
@@ -398,12 +405,16 @@ __device__ inline void convolve(const ScoresWarp<Config>& warp, const float4* ti
             if (!kExact || exists(x[k])) {
 #pragma unroll
               for (int c = 0; c < kChannels; ++c) {
-                sum[c][k] += w[c] * x[k];
+                part[c][k] += w[c] * x[k];
               }
             }
           }
         }
       }
+    }
+#pragma unroll
+    for (int i = 0; i < 4 * kChannels; ++i) {
+      sum[i / 4][i % 4] = kParts ? sum[i / 4][i % 4] + part[i / 4][i % 4] : part[i / 4][i % 4];
     }
   }
 }
