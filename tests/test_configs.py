@@ -38,6 +38,7 @@ KNOWN_SPILLS = {
                "multi_token_bwd__ring_": 8, "multi_token_bwd__tile_": 8,
                "neighborhood_fwd__box_": 36},
     "sm_120": {"linear__mma_": 216, "multi_token_fwd__band_": 24, "multi_token_fwd__ring_": 76,
+               "multi_token_fwd__strip_": 8,
                "multi_token_bwd__ring_": 24, "multi_token_bwd__tile_": 24,
                "neighborhood_fwd__box_": 36},
 }
