@@ -23,11 +23,14 @@
 //           a query for which it exceeds an eps of sum |ds| lets its warp (its block, where keys
 //           come in chunks) walk again with the corrected delta. A query of one key then has
 //           ds = 0, also in the second kernel, whose dp has the same bits
+// Float32   as in the forward. dp has the same bits in both kernels, though operands change sides:
+//           both are split alike, and small products come in the same order. p is divided by its
+//           sum, as in neighborhood_band_bwd.cu, against the rounding of large lse and scores
 // Not seen  p or ds is replaced by 0, so that only 0 * NaN can come through: rows that are not
 //           finite are computed again, pair by pair (`recompute`)
-// Memory    lse * log2(e) and delta, side by side in p.delta; shared: the block's rows of two
-//           arrays (later those of the results), kStages chunks of two, codes, and for dk and dv
-//           the two numbers of each query
+// Memory    lse * log2(e) and delta, side by side in p.delta (float32: lse, delta, 1 / sum of p and
+//           one more, for the alignment); shared: the block's rows of two arrays (later those of
+//           the results), kStages chunks of two, codes, and for dk and dv the numbers of queries
 // Limits    as the forward's
 // Config    as the forward's; kHeads: of the block's own rows; kUnits; kHeld: the block's own rows
 //           are kept in registers
@@ -39,16 +42,29 @@
 // kDim 64 that takes 48 and 64 clocks of a multiprocessor per 16 rows, longer than its issue slots
 // (35 each) or, at two thirds of its speed, the matrix unit (40 and 52): warps of 32 rows would
 // halve it, and have no registers for that in dk and dv.
+// Float32, 16 rows: dq 584 instructions at kDim 32, 956 at 64, 1668 at 128; dk and dv 683, 1180,
+// 2144; the matrix unit 490, 979, 1958 and 653, 1306, 2611 clocks of a scheduler. With one TF32
+// product dq 246, 305, 437 and dk, dv 275, 366, 532, and shared memory rules from kDim 64 on.
 #include "common/features.cuh"
 #include "common/neighborhood_box.cuh"
+#include "common/neighborhood_tf32.cuh"
 
-constexpr float kLog2e = 1.44269504f;
+// Exponents are of 2, those of float32 of e.
+template <class T>
+constexpr float kNatural = 1.44269504f;  // a natural exponent as one of these
+template <>
+constexpr float kNatural<float> = 1.0f;
 
 // 2^x; below 2^-126 that is 0.
-__device__ inline float power_of_two(float x) {
+template <class T>
+__device__ inline float power(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
+}
+template <>
+__device__ inline float power<float>(float x) {
+  return exponential(x);
 }
 
 // What a lane, whose position is number lane % 16 of the warp's, and its warp are related to.
@@ -92,7 +108,8 @@ struct Sweep {
       const unsigned rows = stream.shared.k(stage) + row * Map::kRowBytes;
       const int mine = row + 2 * (lane % 4);
       const unsigned number = base + mine;
-      const char* numbers = stream.memory + stream.shared.numbers(stage) + mine * 8;
+      const char* numbers = stream.memory + stream.shared.numbers(stage) +
+                            mine * stream.shared.kNumbers;
       const auto sees = [&](int i, bool(&x)[2][2]) {  // of columns i and i + 1
         unsigned code[2] = {number + i, number + i + 1};
         if constexpr (Map::kRank > 1) {
@@ -123,6 +140,7 @@ template <class Config>
 struct Own {
   using Map = Tile<Config>;
   static constexpr int kParts = Map::kDim / 16;
+  static constexpr int kOwn = Map::kQueries * Map::kRowBytes;
   unsigned address;  // of the lane's part of the first array
   unsigned kept[Config::kHeld ? 2 : 1][Config::kHeld ? kParts : 1][4];
 
@@ -150,17 +168,15 @@ struct Own {
       }
     }
   }
-
- private:
-  static constexpr int kOwn = Map::kQueries * Map::kRowBytes;
 };
 
 // A lane's places in 16 rows of the other side (mma.cuh).
-template <class Config>
+template <class Config, Role kRole>
 struct Lane {
   using Map = Tile<Config>;
   using T = typename Config::T;
   static constexpr int kDim = Map::kDim, kChunk = Map::kKeys * Map::kRowBytes;
+  static constexpr bool kWide = Map::kSize == 4;
 
   const int lane = threadIdx.x % 32;
   // Rows as columns of a right factor, and as its rows.
@@ -171,38 +187,49 @@ struct Lane {
   template <int kUnits>
   __device__ void dots(float (&s)[2 * kUnits][4], float (&dp)[2 * kUnits][4],
                        const Own<Config>& own, unsigned rows) const {
+    if constexpr (kWide) {
+      // The same product in both kernels, so the same bits.
+      constexpr bool kFirst = kRole == kOfQueries;
+      dot_rows<Config, kUnits, kFirst>(s, own.address, rows + as_columns);
+      dot_rows<Config, kUnits, kFirst>(dp, own.address + own.kOwn, rows + as_columns + kChunk);
+    } else {
 #pragma unroll
-    for (int i = 0; i < kDim / 16; ++i) {
-      unsigned a[2][4];
-      own.get(a, i);
+      for (int i = 0; i < kDim / 16; ++i) {
+        unsigned a[2][4];
+        own.get(a, i);
 #pragma unroll
-      for (int u = 0; u < kUnits; ++u) {
-        const unsigned at = Map::further(rows + as_columns, i) + u * 16 * Map::kRowBytes;
-        unsigned b[4];
-        load_matrices(b, at);
-        multiply<T>(s[2 * u], a[0][0], a[0][1], a[0][2], a[0][3], b[0], b[1]);
-        multiply<T>(s[2 * u + 1], a[0][0], a[0][1], a[0][2], a[0][3], b[2], b[3]);
-        load_matrices(b, at + kChunk);
-        multiply<T>(dp[2 * u], a[1][0], a[1][1], a[1][2], a[1][3], b[0], b[1]);
-        multiply<T>(dp[2 * u + 1], a[1][0], a[1][1], a[1][2], a[1][3], b[2], b[3]);
+        for (int u = 0; u < kUnits; ++u) {
+          const unsigned at = Map::further(rows + as_columns, i) + u * 16 * Map::kRowBytes;
+          unsigned b[4];
+          load_matrices(b, at);
+          multiply<T>(s[2 * u], a[0][0], a[0][1], a[0][2], a[0][3], b[0], b[1]);
+          multiply<T>(s[2 * u + 1], a[0][0], a[0][1], a[0][2], a[0][3], b[2], b[3]);
+          load_matrices(b, at + kChunk);
+          multiply<T>(dp[2 * u], a[1][0], a[1][1], a[1][2], a[1][3], b[0], b[1]);
+          multiply<T>(dp[2 * u + 1], a[1][0], a[1][1], a[1][2], a[1][3], b[2], b[3]);
+        }
       }
     }
   }
 
-  // y += x rows, where x is as packed from sums.
+  // y += x rows.
   template <int kUnits>
-  __device__ void add(float (&y)[kDim / 8][4], const unsigned (&x)[2 * kUnits][2],
+  __device__ void add(float (&y)[kDim / 8][4], const LeftFactor<T, 2 * kUnits>& x,
                       unsigned rows) const {
+    if constexpr (kWide) {
+      add_rows<Config, kUnits>(y, x.x, rows);
+    } else {
 #pragma unroll
-    for (int u = 0; u < kUnits; ++u) {
+      for (int u = 0; u < kUnits; ++u) {
 #pragma unroll
-      for (int i = 0; i < kDim / 16; ++i) {
-        unsigned b[4];
-        load_matrices_transposed(b, Map::further(rows + as_rows, i) + u * 16 * Map::kRowBytes);
+        for (int i = 0; i < kDim / 16; ++i) {
+          unsigned b[4];
+          load_matrices_transposed(b, Map::further(rows + as_rows, i) + u * 16 * Map::kRowBytes);
 #pragma unroll
-        for (int n = 0; n < 2; ++n) {
-          multiply<T>(y[2 * i + n], x[2 * u][0], x[2 * u][1], x[2 * u + 1][0], x[2 * u + 1][1],
-                      b[2 * n], b[2 * n + 1]);
+          for (int n = 0; n < 2; ++n) {
+            multiply<T>(y[2 * i + n], x.x[2 * u][0], x.x[2 * u][1], x.x[2 * u + 1][0],
+                        x.x[2 * u + 1][1], b[2 * n], b[2 * n + 1]);
+          }
         }
       }
     }
@@ -228,7 +255,7 @@ struct Lane {
 
 // A warp's 16 queries while keys go by.
 template <class Config>
-struct Queries : Lane<Config> {
+struct Queries : Lane<Config, kOfQueries> {
   using Map = Tile<Config>;
   using T = typename Config::T;
 
@@ -238,6 +265,7 @@ struct Queries : Lane<Config> {
   float delta[2];
   float dq[Map::kDim / 8][4];
   float sum[2], size[2];  // of ds, of |ds|
+  float total[2];         // of p, for float32
 
   __device__ void clear() {
 #pragma unroll
@@ -247,7 +275,7 @@ struct Queries : Lane<Config> {
         dq[i][e] = 0.0f;
       }
     }
-    sum[0] = sum[1] = size[0] = size[1] = 0.0f;
+    sum[0] = sum[1] = size[0] = size[1] = total[0] = total[1] = 0.0f;
   }
 
   // Take in kUnits * 16 keys, whose rows of k begin at `rows`.
@@ -255,7 +283,7 @@ struct Queries : Lane<Config> {
   __device__ void take(unsigned rows, const char*, Sees sees) {
     float s[2 * kUnits][4] = {}, dp[2 * kUnits][4] = {};
     this->template dots<kUnits>(s, dp, own, rows);
-    unsigned ds[2 * kUnits][2];
+    LeftFactor<T, 2 * kUnits> ds;
 #pragma unroll
     for (int t = 0; t < 2 * kUnits; ++t) {
       bool seen[2][2] = {{true, true}, {true, true}};
@@ -267,12 +295,15 @@ struct Queries : Lane<Config> {
         float x[2];
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          const float p = power_of_two(multiply_add(s[t][2 * h + e], factor, -shift[h]));
+          const float p = power<T>(multiply_add(s[t][2 * h + e], factor, -shift[h]));
           x[e] = seen[h][e] ? p * (dp[t][2 * h + e] - delta[h]) : 0.0f;
+          if constexpr (Map::kSize == 4) {
+            total[h] += seen[h][e] ? p : 0.0f;
+          }
           sum[h] += x[e];
           size[h] += fabsf(x[e]);
         }
-        ds[t][h] = pack<T>(x[0], x[1]);
+        ds.set(t, h, x[0], x[1]);
       }
     }
     this->template add<kUnits>(dq, ds, rows);
@@ -281,7 +312,7 @@ struct Queries : Lane<Config> {
 
 // A warp's 16 keys while queries go by.
 template <class Config>
-struct Keys : Lane<Config> {
+struct Keys : Lane<Config, kOfKeys> {
   using Map = Tile<Config>;
   using T = typename Config::T;
 
@@ -294,26 +325,43 @@ struct Keys : Lane<Config> {
   __device__ void take(unsigned rows, const char* numbers, Sees sees) {
     float s[2 * kUnits][4] = {}, dp[2 * kUnits][4] = {};
     this->template dots<kUnits>(s, dp, own, rows);
-    unsigned p[2 * kUnits][2], ds[2 * kUnits][2];
+    LeftFactor<T, 2 * kUnits> p, ds;
 #pragma unroll
     for (int t = 0; t < 2 * kUnits; ++t) {
       bool seen[2][2] = {{true, true}, {true, true}};
       if constexpr (kMasked) {
         sees(8 * t, seen);
       }
-      const float4 both = *reinterpret_cast<const float4*>(numbers + 8 * t * 8);
-      const float shift[2] = {both.x, both.z}, delta[2] = {both.y, both.w};
+      float shift[2], delta[2], norm[2];
+      if constexpr (Map::kSize == 4) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const float4 one = *reinterpret_cast<const float4*>(numbers + (8 * t + e) * 16);
+          shift[e] = one.x;
+          delta[e] = one.y;
+          norm[e] = one.z;
+        }
+      } else {
+        const float4 both = *reinterpret_cast<const float4*>(numbers + 8 * t * 8);
+        shift[0] = both.x;
+        shift[1] = both.z;
+        delta[0] = both.y;
+        delta[1] = both.w;
+      }
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         float x[2], y[2];
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          const float weight = power_of_two(multiply_add(s[t][2 * h + e], factor, -shift[e]));
+          float weight = power<T>(multiply_add(s[t][2 * h + e], factor, -shift[e]));
+          if constexpr (Map::kSize == 4) {
+            weight *= norm[e];
+          }
           x[e] = seen[h][e] ? weight : 0.0f;
           y[e] = x[e] * (dp[t][2 * h + e] - delta[e]);
         }
-        p[t][h] = pack<T>(x[0], x[1]);
-        ds[t][h] = pack<T>(y[0], y[1]);
+        p.set(t, h, x[0], x[1]);
+        ds.set(t, h, y[0], y[1]);
       }
     }
     this->template add<kUnits>(dv, p, rows + this->kChunk);
@@ -337,10 +385,14 @@ __device__ float dot(const char* x, const char* y) {
       const unsigned b[4] = {both[1].x, both[1].y, both[1].z, both[1].w};
 #pragma unroll
       for (int w = 0; w < 4; ++w) {
-        float a0, a1, b0, b1;
-        unpack<T>(a[w], a0, a1);
-        unpack<T>(b[w], b0, b1);
-        sum = multiply_add(a1, b1, multiply_add(a0, b0, sum));
+        if constexpr (sizeof(T) == 4) {
+          sum = multiply_add(__uint_as_float(a[w]), __uint_as_float(b[w]), sum);
+        } else {
+          float a0, a1, b0, b1;
+          unpack<T>(a[w], a0, a1);
+          unpack<T>(b[w], b0, b1);
+          sum = multiply_add(a1, b1, multiply_add(a0, b0, sum));
+        }
       }
     }
   }
@@ -449,6 +501,13 @@ template <class Config, Role kRole>
 __device__ void next(const Stream<Config, kRole>& stream, int n) {
   constexpr int kStages = Config::kStages;
   wait_for_copies<(kStages > 1 ? kStages - 2 : 0)>();
+  if constexpr (rounds<Config>()) {
+    if (n == 0) {
+      round_queries<Config>(stream.shared.q());
+      round_queries<Config>(stream.shared.q() + stream.shared.kOwn);
+    }
+    stream.round(n);
+  }
   __syncthreads();  // the chunk is here; the one before it is no longer in use
   if constexpr (kStages > 1) {
     if (n + kStages - 1 < stream.chunks()) {
@@ -462,6 +521,7 @@ template <class Config>
 __device__ void neighborhood_box_dq(const NeighborhoodParams& p) {
   extern __shared__ __align__(128) char memory[];
   using Map = Tile<Config>;
+  using T = typename Config::T;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4;
   const Work<Config, kOfQueries> work(p);
   if (!work.exists) {
@@ -470,14 +530,14 @@ __device__ void neighborhood_box_dq(const NeighborhoodParams& p) {
 
   const Stream<Config, kOfQueries> stream(p, work, memory);
   const unsigned q_rows = stream.shared.q();
-  copy_queries(q_rows, work, Rows<Config>(p.q, work, work.head, false, 2));
-  copy_queries(q_rows + stream.shared.kOwn, work, Rows<Config>(p.dy, work, work.head, false, 2));
+  copy_queries(q_rows, work, Rows<Config>(p.q, work, work.head, false));
+  copy_queries(q_rows + stream.shared.kOwn, work, Rows<Config>(p.dy, work, work.head, false));
   const Sweep<Config, kOfQueries> sweep(work);
 
   Queries<Config> mine;
   const float scale = float(p.scale);
-  mine.factor = scale * kLog2e;
-  float dlse[2] = {0.0f, 0.0f};
+  mine.factor = scale * kNatural<T>;
+  float dlse[2] = {0.0f, 0.0f}, norm[2];
   bool again = false;
 #pragma unroll 1
   while (true) {
@@ -485,7 +545,7 @@ __device__ void neighborhood_box_dq(const NeighborhoodParams& p) {
       start(stream);
     }
     if (!again) {
-      const Rows<Config> dy(p.dy, work, work.head, false, 2), y(p.y, work, work.head, false, 2);
+      const Rows<Config> dy(p.dy, work, work.head, false), y(p.y, work, work.head, false);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int query = warp * 16 + g + 8 * h;
@@ -494,7 +554,7 @@ __device__ void neighborhood_box_dq(const NeighborhoodParams& p) {
         if (p.dlse.data != nullptr) {
           dlse[h] = *row_of<const float>(p.dlse, token, token.head);
         }
-        mine.shift[h] = *row_of<const float>(p.lse, token, token.head) * kLog2e;
+        mine.shift[h] = *row_of<const float>(p.lse, token, token.head) * kNatural<T>;
         mine.delta[h] =
             dot<Config>(dy.row(at[0], at[1], at[2]), y.row(at[0], at[1], at[2])) - dlse[h];
       }
@@ -514,9 +574,15 @@ __device__ void neighborhood_box_dq(const NeighborhoodParams& p) {
     bool wrong = false;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float &sum = mine.sum[h], &size = mine.size[h];
+      float &sum = mine.sum[h], &size = mine.size[h], &total = mine.total[h];
       sum += __shfl_xor_sync(kEverybody, sum, 1);
       sum += __shfl_xor_sync(kEverybody, sum, 2);
+      if constexpr (Map::kSize == 4) {
+        total += __shfl_xor_sync(kEverybody, total, 1);
+        total += __shfl_xor_sync(kEverybody, total, 2);
+        norm[h] = 1.0f / total;
+        sum *= norm[h];
+      }
       size += __shfl_xor_sync(kEverybody, size, 1);
       size += __shfl_xor_sync(kEverybody, size, 2);
       const float error = sum - dlse[h];
@@ -535,6 +601,12 @@ __device__ void neighborhood_box_dq(const NeighborhoodParams& p) {
     return;
   }
   bool finite[2] = {true, true};
+  if constexpr (Map::kSize == 4) {
+#pragma unroll
+    for (int i = 0; i < 4 * (Map::kDim / 8); ++i) {
+      mine.dq[i / 4][i % 4] *= norm[i % 4 / 2];
+    }
+  }
   mine.finish(mine.dq, scale, finite);
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -542,12 +614,16 @@ __device__ void neighborhood_box_dq(const NeighborhoodParams& p) {
     finite[h] = finite[h] && fabsf(mine.delta[h]) < 3e38f;
     if (lane % 4 == 0 && work.has(query)) {
       const Token token = work.token(query);
-      *reinterpret_cast<float2*>(row_of<float>(p.delta, token, token.head)) =
-          float2{mine.shift[h], mine.delta[h]};
+      float* numbers = row_of<float>(p.delta, token, token.head);
+      if constexpr (Map::kSize == 4) {
+        *reinterpret_cast<float4*>(numbers) = float4{mine.shift[h], mine.delta[h], norm[h], 0.0f};
+      } else {
+        *reinterpret_cast<float2*>(numbers) = float2{mine.shift[h], mine.delta[h]};
+      }
     }
   }
   __syncwarp();  // all lanes have q
-  store_rows<Config>(memory, work, Rows<Config>(p.dq, work, work.head, false, 2), mine.dq);
+  store_rows<Config>(memory, work, Rows<Config>(p.dq, work, work.head, false), mine.dq);
   visit_rows(work, finite, [&](const Token& query) { recompute_query<Config>(p, query); });
 }
 
@@ -555,6 +631,7 @@ template <class Config>
 __device__ void neighborhood_box_dkdv(const NeighborhoodParams& p) {
   extern __shared__ __align__(128) char memory[];
   using Map = Tile<Config>;
+  using T = typename Config::T;
   const int warp = threadIdx.x / 32;
   const Work<Config, kOfKeys> work(p);
   if (!work.exists) {
@@ -563,14 +640,14 @@ __device__ void neighborhood_box_dkdv(const NeighborhoodParams& p) {
 
   const Stream<Config, kOfKeys> stream(p, work, memory);
   const unsigned k_rows = stream.shared.q();
-  copy_queries(k_rows, work, Rows<Config>(p.k, work, work.head, false, 2));
-  copy_queries(k_rows + stream.shared.kOwn, work, Rows<Config>(p.v, work, work.head, false, 2));
+  copy_queries(k_rows, work, Rows<Config>(p.k, work, work.head, false));
+  copy_queries(k_rows + stream.shared.kOwn, work, Rows<Config>(p.v, work, work.head, false));
   start(stream);
   const Sweep<Config, kOfKeys> sweep(work);
 
   Keys<Config> mine;
   const float scale = float(p.scale);
-  mine.factor = scale * kLog2e;
+  mine.factor = scale * kNatural<T>;
 #pragma unroll 1
   for (int n = 0; n < stream.chunks(); ++n) {
     next(stream, n);
@@ -587,8 +664,8 @@ __device__ void neighborhood_box_dkdv(const NeighborhoodParams& p) {
   mine.finish(mine.dk, scale, finite);
   mine.finish(mine.dv, 1.0f, finite);
   __syncwarp();  // all lanes have k and v
-  store_rows<Config>(memory, work, Rows<Config>(p.dk, work, work.head, false, 2), mine.dk);
+  store_rows<Config>(memory, work, Rows<Config>(p.dk, work, work.head, false), mine.dk);
   store_rows<Config>(memory + stream.shared.kOwn, work,
-                     Rows<Config>(p.dv, work, work.head, false, 2), mine.dv);
+                     Rows<Config>(p.dv, work, work.head, false), mine.dv);
   visit_rows(work, finite, [&](const Token& key) { recompute_key<Config>(p, key); });
 }

@@ -3,8 +3,8 @@
 //   s[j] = scale * <q, k[j]>  for j in window(query)
 //   y    = sum_j softmax(s)[j] v[j]         lse = log sum_j exp s[j]
 //
-// Shapes    as in neighborhood_fwd.cu, with value_dim = head_dim = kDim, a multiple of 16; 16-bit
-//           elements; rows of q, k, v 16-byte aligned
+// Shapes    as in neighborhood_fwd.cu, with value_dim = head_dim = kDim, a multiple of 16 (float32:
+//           of 32); 16-bit or float32 elements; rows of q, k, v 16-byte aligned
 // Grid      x: tiles of the last axis, times dilation groups, times heads (fastest, so that blocks
 //           which run together read long pieces of a token); y: tiles and groups of the axis
 //           before; z: batch, times tiles and groups of the first axis where there are three
@@ -25,6 +25,8 @@
 // Softmax   exponents of 2, relative to a reference that follows the largest score only when that
 //           is 8 ahead: a vote per 32 keys, and y is seldom rescaled. Weights are rounded to T for
 //           the product with v; their sum is of float32
+// Float32   three TF32 products, or one (neighborhood_tf32.cuh); exponents of e. q stays in shared
+//           memory; fragments are split, or have been rounded where they arrived
 // Not seen  a score outside the window is replaced by -inf, so nothing of k comes through. Of v
 //           0 * NaN would: a query whose result is not finite is computed again, key by key
 //           (`recompute`). Where all is finite that costs a multiply-add per element of y
@@ -34,10 +36,10 @@
 //           are two axes or more a word per key that says where it is (`Sight`)
 // Limits    kDim 16 to 128; box and grid below 2^31, see the table's rows; any window, dilation,
 //           stride, border rule, kv_heads
-// Config    T, kDim, kRank; per axis kBox, kReach (of the keys' box, at most), kDilation, kWindow,
-//           kStride, kCausal; kClip; kKeys, kStages; kHeads, kShared query heads a key head;
-//           kAlike: k and v have the same strides; kBits: see `Sight`; kInner: look for keys that
-//           all queries of a warp see
+// Config    T, kDim, kRank; of float32 kTf32: one product; per axis kBox, kReach (of the keys' box,
+//           at most), kDilation, kWindow, kStride, kCausal; kClip; kKeys, kStages; kHeads, kShared
+//           query heads a key head; kAlike: k and v have the same strides; kBits: see `Sight`;
+//           kInner: look for keys that all queries of a warp see
 // Sources   window rule: Hassani et al. 2023 and 2025; online softmax: Milakov et al. 2018;
 //           matrix units by warp: FlashAttention-2, Dao 2023
 //
@@ -46,8 +48,13 @@
 // fields in place of bits 209, on one axis 195. A start and an end take about 500, a row's copies
 // 17. So a warp of (64, 56, 56, 4, 32), window 7 x 7, issues 1250 for 16 queries, 63 M warp
 // instructions in all: 68 us of an H200's issue slots, against 48 us of memory.
+// Float32, 16 keys: at kDim 32 359 instructions, of which 48 are products, at 64 555 and 96, at 128
+// 940 and 192; at two thirds of its speed the matrix unit takes 326, 653 and 1306 clocks of a
+// scheduler. With one TF32 product 219, 243, 330 and a third of the clocks; at kDim 128 shared
+// memory rules then (160 clocks of a multiprocessor).
 #include "common/features.cuh"
 #include "common/neighborhood_box.cuh"
+#include "common/neighborhood_tf32.cuh"
 
 // A warp's 16 queries while keys go by. A lane has queries g and g + 8 (mma.cuh).
 template <class Config>
@@ -55,19 +62,22 @@ struct Attention {
   using Map = Tile<Config>;
   using T = typename Config::T;
   static constexpr int kDim = Map::kDim;
-  // Exponents are of 2, and relative to a reference that follows the largest score only when that
-  // is kSlack ahead: y is seldom rescaled, and float32 is as exact at 2^kSlack as at 1.
+  static constexpr bool kWide = sizeof(T) == 4;
+  // Exponents are of 2 (of e for float32), and relative to a reference that follows the largest
+  // score only when that is kSlack ahead: y is seldom rescaled, and float32 is as exact at 2^kSlack
+  // as at 1.
   static constexpr float kSlack = 8.0f;
 
   const int lane = threadIdx.x % 32;
-  float factor;  // of a product, to be an exponent of 2
-  unsigned q[kDim / 16][4];
+  float factor;  // of a product, to be an exponent
+  unsigned q[kWide ? 1 : kDim / 16][4];
+  unsigned own;  // float32: where q is
   float y[kDim / 8][4] = {};
   float reference[2] = {-1e30f, -1e30f}, sum[2] = {0.0f, 0.0f};
   int k_place, v_place;  // of the lane in 16 rows: of k as the right factor, of v, and of q
 
   __device__ Attention(double scale) {
-    const float x = float(scale * 1.4426950408889634);
+    const float x = float(kWide ? scale : scale * 1.4426950408889634);
     factor = x == 0.0f ? 1.0f : fabsf(x);
     k_place = Map::place(lane % 8 + lane / 16 * 8, lane / 8 % 2);
     v_place = Map::place(lane % 16, lane / 16);
@@ -77,14 +87,40 @@ struct Attention {
   // that `factor` is positive.
   __device__ void load_queries(unsigned rows, double scale) {
     const float x = float(scale);
-    const unsigned keep = x == 0.0f ? 0 : 0xffffffffu, flip = x < 0.0f ? 0x80008000u : 0;
+    const unsigned keep = x == 0.0f ? 0 : 0xffffffffu;
+    const unsigned flip = x < 0.0f ? kWide ? 0x80000000u : 0x80008000u : 0;
+    if constexpr (kWide) {
+      own = rows + v_place;
+      if (!(x > 0.0f)) {
+#pragma unroll 1
+        for (unsigned i = lane * 16; i < 16 * Map::kRowBytes; i += 32 * 16) {
+          unsigned w[4];
+          load_shared(w, rows + i);
 #pragma unroll
-    for (int i = 0; i < kDim / 16; ++i) {
-      load_matrices(q[i], Map::further(rows + v_place, i));
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        q[i][j] = (q[i][j] ^ flip) & keep;
+          for (int j = 0; j < 4; ++j) {
+            w[j] = (w[j] ^ flip) & keep;
+          }
+          store_shared(rows + i, w);
+        }
+        __syncwarp();  // the rows are the warp's own
       }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kDim / 16; ++i) {
+        load_matrices(q[i], Map::further(rows + v_place, i));
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          q[i][j] = (q[i][j] ^ flip) & keep;
+        }
+      }
+    }
+  }
+
+  __device__ static float power(float x) {
+    if constexpr (kWide) {
+      return exponential(x);
+    } else {
+      return exp2f(x);
     }
   }
 
@@ -93,14 +129,18 @@ struct Attention {
   template <int kUnits, bool kMasked, class Code>
   __device__ void take(unsigned rows, const Sight<Config> (&sight)[2], Code code) {
     float s[2 * kUnits][4] = {};
+    if constexpr (kWide) {
+      dot_rows<Config, kUnits, true>(s, own, rows + k_place);
+    } else {
 #pragma unroll
-    for (int i = 0; i < kDim / 16; ++i) {
+      for (int i = 0; i < kDim / 16; ++i) {
 #pragma unroll
-      for (int u = 0; u < kUnits; ++u) {
-        unsigned k[4];
-        load_matrices(k, Map::further(rows + k_place, i) + u * 16 * Map::kRowBytes);
-        multiply<T>(s[2 * u], q[i][0], q[i][1], q[i][2], q[i][3], k[0], k[1]);
-        multiply<T>(s[2 * u + 1], q[i][0], q[i][1], q[i][2], q[i][3], k[2], k[3]);
+        for (int u = 0; u < kUnits; ++u) {
+          unsigned k[4];
+          load_matrices(k, Map::further(rows + k_place, i) + u * 16 * Map::kRowBytes);
+          multiply<T>(s[2 * u], q[i][0], q[i][1], q[i][2], q[i][3], k[0], k[1]);
+          multiply<T>(s[2 * u + 1], q[i][0], q[i][1], q[i][2], q[i][3], k[2], k[3]);
+        }
       }
     }
 
@@ -131,29 +171,33 @@ struct Attention {
       follow(top);
     }
 
-    unsigned weight[2 * kUnits][2];
+    LeftFactor<T, 2 * kUnits> weight;
 #pragma unroll
     for (int t = 0; t < 2 * kUnits; ++t) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float low = exp2f(multiply_add(s[t][2 * h], factor, -reference[h]));
-        const float high = exp2f(multiply_add(s[t][2 * h + 1], factor, -reference[h]));
+        const float low = power(multiply_add(s[t][2 * h], factor, -reference[h]));
+        const float high = power(multiply_add(s[t][2 * h + 1], factor, -reference[h]));
         sum[h] += low + high;
-        weight[t][h] = pack<T>(low, high);
+        weight.set(t, h, low, high);
       }
     }
 
-    const unsigned v_rows = rows + v_place + Shared<Config>::kChunk;
+    if constexpr (kWide) {
+      add_rows<Config, kUnits>(y, weight.x, rows + Shared<Config>::kChunk);
+    } else {
+      const unsigned v_rows = rows + v_place + Shared<Config>::kChunk;
 #pragma unroll
-    for (int u = 0; u < kUnits; ++u) {
+      for (int u = 0; u < kUnits; ++u) {
 #pragma unroll
-      for (int i = 0; i < kDim / 16; ++i) {
-        unsigned v[4];
-        load_matrices_transposed(v, Map::further(v_rows, i) + u * 16 * Map::kRowBytes);
+        for (int i = 0; i < kDim / 16; ++i) {
+          unsigned v[4];
+          load_matrices_transposed(v, Map::further(v_rows, i) + u * 16 * Map::kRowBytes);
 #pragma unroll
-        for (int n = 0; n < 2; ++n) {
-          multiply<T>(y[2 * i + n], weight[2 * u][0], weight[2 * u][1], weight[2 * u + 1][0],
-                      weight[2 * u + 1][1], v[2 * n], v[2 * n + 1]);
+          for (int n = 0; n < 2; ++n) {
+            multiply<T>(y[2 * i + n], weight.x[2 * u][0], weight.x[2 * u][1],
+                        weight.x[2 * u + 1][0], weight.x[2 * u + 1][1], v[2 * n], v[2 * n + 1]);
+          }
         }
       }
     }
@@ -166,7 +210,7 @@ struct Attention {
       top[h] = fmaxf(top[h], __shfl_xor_sync(kEverybody, top[h], 1));
       top[h] = fmaxf(top[h], __shfl_xor_sync(kEverybody, top[h], 2));
       const float next = fmaxf(top[h], reference[h]);
-      const float rescale = exp2f(reference[h] - next);
+      const float rescale = power(reference[h] - next);
       reference[h] = next;
       sum[h] *= rescale;
 #pragma unroll
@@ -247,7 +291,7 @@ __device__ void neighborhood_box_forward(const NeighborhoodParams& p) {
   const Stream<Config> stream(p, work, memory);
   const Shared<Config>& shared = stream.shared;
   const int chunks = stream.chunks();
-  copy_queries(shared.q(), work, Rows<Config>(p.q, work, work.head, false, 2));
+  copy_queries(shared.q(), work, Rows<Config>(p.q, work, work.head, false));
 #pragma unroll
   for (int n = 0; n < (kStages > 1 ? kStages - 1 : 1); ++n) {
     if (n < chunks) {
@@ -281,6 +325,12 @@ __device__ void neighborhood_box_forward(const NeighborhoodParams& p) {
 #pragma unroll 1
   for (int n = 0; n < chunks; ++n) {
     wait_for_copies<(kStages > 1 ? kStages - 2 : 0)>();
+    if constexpr (rounds<Config>()) {
+      if (n == 0) {
+        round_queries<Config>(shared.q());
+      }
+      stream.round(n);
+    }
     __syncthreads();  // the chunk is here; the one before it is no longer in use
     if constexpr (kStages > 1) {
       if (n + kStages - 1 < chunks) {
@@ -328,14 +378,15 @@ __device__ void neighborhood_box_forward(const NeighborhoodParams& p) {
 
   const int g = lane / 4, q = lane % 4;
   __syncwarp();  // all lanes have q
-  store_rows<Config>(memory, work, Rows<Config>(p.y, work, work.head, false, 2), attention.y);
+  store_rows<Config>(memory, work, Rows<Config>(p.y, work, work.head, false), attention.y);
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int query = warp * 16 + g + 8 * h;
     if (p.lse.data != nullptr && q == 0 && work.has(query)) {
       const Token t = work.token(query);
       *row_of<float>(p.lse, t, t.head) =
-          multiply_add(attention.reference[h], 0.693147181f, logarithm(attention.sum[h]));
+          multiply_add(attention.reference[h], attention.kWide ? 1.0f : 0.693147181f,
+                       logarithm(attention.sum[h]));
     }
   }
 

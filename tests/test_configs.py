@@ -27,20 +27,23 @@ DTYPES = ("f16", "bf16", "f32", "f64")
 # Bytes that a plain kernel may spill: around its 64-bit divisions, which are calls, and for
 # float64 at 512 features, which takes all 255 registers. Tuned rows are made for sm_90 and may not
 # spill there, but for rings of three blocks a multiprocessor, of 5 x 5 taps, of 16 heads: they are
-# faster than rows with more registers. On other targets these do.
+# faster than rows with more registers; and the backward of float32 in boxes, which keeps there what
+# it wants once a chunk. On other targets these do.
 PLAIN_SPILLS = 256
 KNOWN_SPILLS = {
     **dict.fromkeys(("sm_80", "sm_86", "sm_89"), {
         "multi_token_fwd__band_": 52, "multi_token_fwd__ring_": 308,
-        "neighborhood_fwd__box_": 32}),
-    "sm_90": {"multi_token_fwd__ring_": 44},
+        "neighborhood_fwd__box_": 32, "neighborhood_bwd_dq__box_f32": 56,
+        "neighborhood_bwd_dkdv__box_f32": 32}),
+    "sm_90": {"multi_token_fwd__ring_": 44, "neighborhood_bwd_dq__box_f32": 96,
+              "neighborhood_bwd_dkdv__box_f32": 48},
     "sm_100": {"linear__mma_": 56, "multi_token_fwd__ring_": 40, "multi_token_fwd__heads_": 138,
                "multi_token_bwd__ring_": 8, "multi_token_bwd__tile_": 8,
-               "neighborhood_fwd__box_": 36},
+               "neighborhood_fwd__box_": 36, "neighborhood_bwd_dkdv__box_f32": 40},
     "sm_120": {"linear__mma_": 216, "multi_token_fwd__band_": 24, "multi_token_fwd__ring_": 76,
                "multi_token_fwd__strip_": 8,
                "multi_token_bwd__ring_": 24, "multi_token_bwd__tile_": 24,
-               "neighborhood_fwd__box_": 36},
+               "neighborhood_fwd__box_": 36, "neighborhood_bwd_dkdv__box_f32": 40},
 }
 
 
@@ -107,11 +110,12 @@ def attention(dtype, head_dim, value_dim=None, backward=False):
                                 lse=lse if backward else None)
 
 
-def line(dtype, head_dim, window, backward=False):
+def line(dtype, head_dim, window, backward=False, precision="fp32"):
     """One axis of 4096 tokens."""
     x, lse = Layout((1, 4096, 4, head_dim), dtype), Layout((1, 4096, 4), "f32")
     more = dict(dy=x, y=x, lse=lse) if backward else {}
-    return neighborhood.Problem(x, x, x, (window,), (1,), (1,), (False,), 1.0, "shift", **more)
+    return neighborhood.Problem(x, x, x, (window,), (1,), (1,), (False,), 1.0, "shift", precision,
+                                **more)
 
 
 def convolution(dtype, activation, heads=4, seq=9, kernel=3, dilation=1):
@@ -156,9 +160,10 @@ def problems(name):
                 for p in products(dtype, precision, *size)]
     if name.startswith("neighborhood"):
         sizes = ((1, 1), (64, 64), (65, 8), (8, 129), (256, 256), (257, 3), (512, 1))
-        lines = ((72, 7), (128, 7), (64, 63), (64, 1024), (128, 1024))
+        lines = ((72, 7), (72, 63), (128, 7), (64, 63), (64, 1024), (128, 1024))
         return [*(attention(d, dim, v, backward) for d in DTYPES for dim, v in sizes),
-                *(line(d, *size, backward) for d in DTYPES for size in lines)]
+                *(line(d, *size, backward) for d in DTYPES for size in lines),
+                line("f32", 64, 63, backward, "tf32")]
     if name.startswith("multi_token"):
         sizes = ((4, 9, 3), (4, 512, 3), (4, 1024, 3), (4, 2048, 3), (4, 4096, 3), (8, 9, 3),
                  (8, 2048, 3), (16, 9, 3), (32, 9, 3), (32, 16, 3), (4, 9, 5), (4, 9, 17),

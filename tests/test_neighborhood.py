@@ -15,6 +15,7 @@ from cupyattn.configs import neighborhood as na_configs
 from cupyattn.configs import neighborhood_band as configs
 from cupyattn.configs import neighborhood_box as box_configs
 from cupyattn.configs import neighborhood_hopper
+from cupyattn.configs.neighborhood_problem import Problem
 from kinds import DTYPES, KINDS, LAYOUTS, Guard, call, mk, na, na_bwd
 from problems import (
     NEIGHBORHOOD,
@@ -208,6 +209,11 @@ def test_empty_out(kind):
 # --- rows ------------------------------------------------------------------------------------
 
 
+def rows(name):
+    """All but the one that wants another precision (test_box_rows_of_one_tf32_product)."""
+    return [row for row in row_names(name) if row != "box_tf32"]
+
+
 def candidates():
     """Problems for any row: every dtype with head_dims from the largest down, then every rank."""
     for dtype in DTYPES:
@@ -223,13 +229,13 @@ def candidates():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("row", row_names("neighborhood_fwd"))
+@pytest.mark.parametrize("row", rows("neighborhood_fwd"))
 def test_every_forward_row(cupy_kind, row):
     check_row(cupy_kind, "neighborhood_fwd", row, candidates())
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("row", row_names("neighborhood_bwd"))
+@pytest.mark.parametrize("row", rows("neighborhood_bwd"))
 def test_every_backward_row(cupy_kind, row):
     check_row(cupy_kind, "neighborhood_bwd", row, candidates())
 
@@ -487,11 +493,19 @@ BOXES = (
 )
 
 
-def box_tiles(problem):
+def in_boxes(problem, dtype):
+    """The same with features that a box row of the dtype takes."""
+    dims = box_configs.BoxForward.WIDE_DIMS if dtype == "f32" else box_configs.BoxForward.DIMS
+    return dataclasses.replace(
+        problem, head_dim=min(n for n in dims if n >= problem.head_dim))
+
+
+def box_tiles(problem, dtype):
     """Every box of queries, with all keys at once where they fit and with small chunks."""
     row = box_configs.BoxForward
+    most = {"f32": 32}.get(dtype, 64)  # features with registers for sixteen warps
     return [(box, chunks) for box in row.BOXES[len(problem.space)]
-            if math.prod(box) <= 192 or problem.head_dim <= 64  # registers for so many warps
+            if math.prod(box) <= (128 if dtype == "f32" else 192) or problem.head_dim <= most
             for chunks in (row.CHUNKS, ((64, 2),), ((32, 2),))]
 
 
@@ -506,16 +520,17 @@ def take_box(monkeypatch, rank, box, chunks):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+@pytest.mark.parametrize("dtype", ["f16", "bf16", "f32"])
 @pytest.mark.parametrize("problem", BOXES, ids=by_name)
 def test_box_tiles(cupy_kind, problem, dtype):
     """Every way to deal a problem to blocks, three for each problem, whatever its size."""
+    number, problem = BOXES.index(problem), in_boxes(problem, dtype)
     arrays = problem.inputs(dtype)[:3]
     options = dict(problem.options, kernel_size=problem.kernel_size)
     exact = oracle.na(*arrays, **problem.arguments)
     rough = plain.na(*arrays, **problem.arguments)
-    tiles = box_tiles(problem)
-    first = BOXES.index(problem) + (dtype == "f16")
+    tiles = box_tiles(problem, dtype)
+    first = number + (dtype == "f16")
     for box, chunks in {tiles[(first + n * 5) % len(tiles)]: None for n in range(3)}:
         with pytest.MonkeyPatch.context() as patch, _select.force("box_"):
             take_box(patch, len(problem.space), box, chunks)
@@ -526,22 +541,24 @@ def test_box_tiles(cupy_kind, problem, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("part", range(4))  # a kernel each
-@pytest.mark.parametrize("number, dtype", [(0, "bf16"), (1, "f16")])
-def test_box_windows_are_exact_sets(cupy_kind, monkeypatch, number, dtype, part):
+@pytest.mark.parametrize("number, dtype, precision", [
+    (0, "bf16", "fp32"), (1, "f16", "fp32"), (0, "f32", "tf32"), (1, "f32", "fp32")])
+def test_box_windows_are_exact_sets(cupy_kind, monkeypatch, number, dtype, precision, part):
     """As above, in arrays whose features a box row takes."""
     slack = 2 * eps(DTYPES[dtype])
     if number:
         for rank in (1, 2, 3):
-            take_box(monkeypatch, rank, box_configs.BoxForward.BOXES[rank][-1], ((32, 2),))
+            boxes = box_configs.BoxForward.BOXES[rank]
+            take_box(monkeypatch, rank, boxes[1 if dtype == "f32" else -1], ((32, 2),))
     for space, options in itertools.islice(windows(), part, None, 4):
         tokens = math.prod(space)
-        features = min(n for n in box_configs.BoxForward.DIMS if n >= tokens)
+        features = min(n for n in box_configs.BoxForward.WIDE_DIMS if n >= tokens)
         expected = oracle.mask(space, **{"causal" if k == "is_causal" else k: v
                                          for k, v in options.items()})
         zero = np.zeros((1, *space, 1, features), DTYPES[dtype])
         one_hot = np.eye(tokens, features).astype(DTYPES[dtype]).reshape(zero.shape)
         with _select.force("box_"):
-            y, lse = na(cupy_kind, zero, zero, one_hot, **options)
+            y, lse = na(cupy_kind, zero, zero, one_hot, precision=precision, **options)
         y = y.astype(np.float64).reshape(tokens, features)[:, :tokens]
         count = expected.sum(1, keepdims=True)
         assert ((y > 0) == expected).all(), (space, options)
@@ -551,11 +568,12 @@ def test_box_windows_are_exact_sets(cupy_kind, monkeypatch, number, dtype, part)
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+@pytest.mark.parametrize("dtype", ["f16", "bf16", "f32"])
 @pytest.mark.parametrize("problem", [p for p in BOXES if p.name in (
     "published_box", "strided_box", "square_box", "large_square_box", "cube_box")], ids=by_name)
 def test_box_rows_keep_out_what_is_not_in_the_window(cupy_kind, problem, dtype, value):
     """A token that is not finite: results that see it are the plain kernel's, others stay."""
+    problem = in_boxes(problem, dtype)
     q, k, v = problem.inputs(dtype)[:3]
     sees = oracle.mask(problem.space, **{key: x for key, x in problem.arguments.items()
                                          if key != "scale"})
@@ -584,6 +602,133 @@ def test_box_rows_keep_out_what_is_not_in_the_window(cupy_kind, problem, dtype, 
             assert np.array_equal(a[~np.isfinite(a)], b[~np.isfinite(b)], equal_nan=True)
 
 
+NANS = {"payload": 0x7fc00000, "of arithmetic": 0x7fffffff, "negative": 0xffffffff}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", NANS.values(), ids=NANS)
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+def test_box_rows_lose_no_nan(cupy_kind, precision, bits):
+    """Of float32: rounding to TF32 as an integer would make some of them numbers."""
+    problem = in_boxes(BOXES[0], "f32")
+    arrays = problem.inputs("f32")[:4]
+    value = np.array(bits, np.uint32).view(np.float32)
+    sees = oracle.mask(problem.space, **{key: x for key, x in problem.arguments.items()
+                                         if key != "scale"})
+    options = dict(problem.options, kernel_size=problem.kernel_size, precision=precision)
+    tokens = len(sees)
+    token = tokens // 2
+    for at, queries in ((0, np.arange(tokens) == token), (1, sees[:, token]), (2, sees[:, token]),
+                        (3, np.arange(tokens) == token)):
+        poisoned = [x.copy() for x in arrays]
+        poisoned[at].reshape(problem.batch, tokens, -1)[:, token] = value
+        keys = sees[queries].any(0)
+        with _select.force("box_"):
+            y = na(cupy_kind, *poisoned[:3], **options)[0]
+            gradients = na_bwd(cupy_kind, *poisoned, **options)
+        for name, x, touched in zip(("y", "dq", "dk", "dv"), (y, *gradients),
+                                    (queries, queries, keys, keys)):
+            found = np.isnan(x.reshape(problem.batch, tokens, -1)).any(-1)
+            if name == "y" and at == 3:
+                touched = np.zeros_like(queries)
+            elif name == "dv" and at == 2:  # not of v
+                continue
+            assert (found == touched).all(), (name, at)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("problem", [p for p in BOXES if p.name in (
+    "ragged_boxes", "strided_box", "long_window_box", "no_scale_box", "square_box", "cube_box")],
+    ids=by_name)
+def test_box_rows_of_one_tf32_product(cupy_kind, monkeypatch, problem):
+    """As close as operands of eleven bits allow."""
+    monkeypatch.setattr(_launch, "_memo", {})
+    problem = in_boxes(problem, "f32")
+    arrays = problem.inputs("f32")[:4]
+    options = dict(problem.options, kernel_size=problem.kernel_size)
+    exact = (*oracle.na(*arrays[:3], **problem.arguments),
+             *oracle.na_bwd(*arrays, **problem.arguments))
+    with _select.force("box_"):
+        ours = (*na(cupy_kind, *arrays[:3], precision="tf32", **options),
+                *na_bwd(cupy_kind, *arrays, precision="tf32", **options))
+    for name, a, right in zip(problem.results, ours, exact):
+        agree(a, right, case=2e-3, what=name)
+    assert {p.row.name for p in _launch._memo.values()} == {"box_tf32"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("exponents", [(90, -90, 0), (-60, 60, 40), (0, 0, 120), (0, 0, -60)])
+def test_box_rows_take_any_size_of_number(cupy_kind, exponents):
+    """Float32 numbers far from 1, of which neither part may overflow or vanish."""
+    problem = in_boxes(BOXES[0], "f32")
+    q, k, v, dy = problem.inputs("f32")[:4]
+    q, k, v = (x * np.float32(2.0 ** n) for x, n in zip((q, k, v), exponents))
+    dy = dy * np.float32(2.0 ** -max(exponents[2] - 20, 0))
+    options = dict(problem.options, kernel_size=problem.kernel_size)
+    with _select.force("box_"):
+        ours = (*na(cupy_kind, q, k, v, **options), *na_bwd(cupy_kind, q, k, v, dy, **options))
+    for name, a, *right in zip(
+            problem.results, ours,
+            *((*of.na(q, k, v, **problem.arguments), *of.na_bwd(q, k, v, dy, **problem.arguments))
+              for of in (oracle, plain))):
+        agree(a, *right, what=name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+def test_box_rows_of_float32_repeat_their_bits(cupy_kind, precision):
+    problem = in_boxes(BOXES[12], "f32")
+    arrays = problem.inputs("f32")[:4]
+    options = dict(problem.options, kernel_size=problem.kernel_size, precision=precision)
+    with _select.force("box_"):
+        runs = [(*na(cupy_kind, *arrays[:3], **options), *na_bwd(cupy_kind, *arrays, **options))
+                for _ in range(3)]
+    for other in runs[1:]:
+        for name, a, b in zip(problem.results, runs[0], other):
+            identical(a, b, what=name)
+
+
+H200 = Device(0, "NVIDIA H200", (9, 0), 132, 232448, 60 << 20)
+
+
+def wide(window, head_dim=64, precision="fp32", backward=False):
+    """A float32 problem with a window of these keys on each axis."""
+    space = (64,) * len(window)
+    x, ones = Layout((1, *space, 4, head_dim), "f32"), (1,) * len(window)
+    more = dict(dy=x, y=x, lse=Layout(x.shape[:-1], "f32")) if backward else {}
+    return Problem(x, x, x, window, ones, ones, (False,) * len(window), 0.125, "shift", precision,
+                   **more)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("problem, row", [
+    (((16,),), "band_small_f32"), (((17,),), "box_f32"), (((4, 4),), "band_small_f32"),
+    (((5, 5),), "box_f32"), (((3, 3, 3),), "band_small_f32"), (((4, 3, 3),), "box_f32"),
+    (((9,), 64, "tf32"), "band_small_f32"), (((10,), 64, "tf32"), "box_tf32"),
+    (((40,), 80), "band_f32"), (((40,), 96), "box_f32"), (((40,), 160), "band_f32")],
+    ids=str)
+def test_float32_rows_by_window(problem, row, backward):
+    """Bands up to where matrix units issue less, and for features that boxes do not have."""
+    problem = wide(*problem, backward=backward)
+    name = f"neighborhood_{'bwd' if backward else 'fwd'}"
+    assert _select.choose(name, _select.tables()[name], problem, H200).name == row
+
+
+def test_float32_box_rows_refuse_by_reason():
+    fp32, tf32 = box_configs.BoxForward("f32"), box_configs.BoxForward("f32", True)
+    assert "precision tf32 is another row's" in fp32.refuses(wide((40,), precision="tf32"), H200)
+    assert "precision fp32 is another row's" in tf32.refuses(wide((40,)), H200)
+    assert "head_dim 80 is not among (32, 64, 96, 128)" in fp32.refuses(wide((40,), 80), H200)
+    assert "dtype f32 is not bf16" in box_configs.BoxForward("bf16").refuses(wide((40,)), H200)
+    small = Device(0, "", (8, 6), 84, 101376, 6 << 20)  # 99 KiB of shared memory
+    backward = box_configs.BoxBackward("f32")
+    assert backward.refuses(wide((40,), 96, backward=True), small) is None
+    assert "101376 bytes of shared memory" in backward.refuses(wide((40,), 128, backward=True),
+                                                               small)
+    assert "three TF32 products" in fp32.notes(wide((40,)), H200)[0]
+    assert "one TF32 product" in tf32.notes(wide((40,), precision="tf32"), H200)[0]
+
+
 # --- box rows, backward ----------------------------------------------------------------------
 
 
@@ -599,22 +744,24 @@ def take_gradient_box(monkeypatch, number):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("turn", range(2))
+@pytest.mark.parametrize("turn", range(3))
 @pytest.mark.parametrize("problem", BOXES, ids=by_name)
 def test_box_gradients(cupy_kind, monkeypatch, problem, turn):
-    """Two ways to deal each problem to blocks, one in each dtype."""
-    number, dtype = BOXES.index(problem) + 2 * turn, ("bf16", "f16")[turn]
+    """Three ways to deal each problem to blocks, one in each dtype."""
+    number, dtype = BOXES.index(problem) + 2 * turn, ("bf16", "f16", "f32")[turn]
+    problem = in_boxes(problem, dtype)
     take_gradient_box(monkeypatch, number)
     with _select.force("box_"):
         check(problem, cupy_kind, dtype, row=f"box_{dtype}, tile {number}")
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bf16", "f32"])
 @pytest.mark.parametrize("scale", [1.5, 6.0, 600.0])
-def test_box_gradients_of_peaked_weights(cupy_kind, scale):
+def test_box_gradients_of_peaked_weights(cupy_kind, scale, dtype):
     """Where one key has nearly all the weight, the rounding of y must not show."""
     problem = dataclasses.replace(BOXES[0], scale=scale, dilation=1)
-    q, k, v, dy, _ = problem.inputs("bf16")
+    q, k, v, dy, _ = problem.inputs(dtype)
     options = dict(problem.options, kernel_size=problem.kernel_size)
     with _select.force("box_"):
         ours = na_bwd(cupy_kind, q, k, v, dy, **options)
@@ -625,7 +772,7 @@ def test_box_gradients_of_peaked_weights(cupy_kind, scale):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("number, dtype", [(0, "bf16"), (1, "f16")])
+@pytest.mark.parametrize("number, dtype", [(0, "bf16"), (1, "f16"), (2, "f32")])
 def test_box_gradients_see_exact_sets(cupy_kind, monkeypatch, number, dtype):
     """Equal weights and one-hot arrays: each gradient shows its window."""
     take_gradient_box(monkeypatch, number)
@@ -633,7 +780,7 @@ def test_box_gradients_see_exact_sets(cupy_kind, monkeypatch, number, dtype):
     for space, options in (*itertools.islice(windows(), 3 * number, None, 7),
                            *((space, x) for space, x in windows() if len(space) > 1)):
         tokens = math.prod(space)
-        features = min(n for n in box_configs.BoxForward.DIMS if n >= tokens)
+        features = min(n for n in box_configs.BoxForward.WIDE_DIMS if n >= tokens)
         sees = oracle.mask(space, **{"causal" if k == "is_causal" else k: v
                                      for k, v in options.items()})
         count = sees.sum(1)
@@ -654,12 +801,14 @@ def test_box_gradients_see_exact_sets(cupy_kind, monkeypatch, number, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bf16", "f32"])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("problem", [p for p in BOXES if p.name in (
     "published_box", "strided_box", "large_square_box", "cube_box")], ids=by_name)
-def test_box_gradients_keep_out_what_is_not_in_the_window(cupy_kind, problem, value):
+def test_box_gradients_keep_out_what_is_not_in_the_window(cupy_kind, problem, value, dtype):
     """A token that is not finite: gradients that see it are the plain kernel's, others stay."""
-    arrays = problem.inputs("bf16")[:4]
+    problem = in_boxes(problem, dtype)
+    arrays = problem.inputs(dtype)[:4]
     sees = oracle.mask(problem.space, **{key: x for key, x in problem.arguments.items()
                                          if key != "scale"})
     tokens = len(sees)

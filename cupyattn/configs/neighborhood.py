@@ -70,17 +70,19 @@ class Plain(Row):
 
 
 _DIMS = (64, 128, 256, 512)
-# In the order of speed where several can: windows of many keys first, then few queries of narrow
-# windows, then all others.
+_MATRIX = (("bf16", False), ("f16", False), ("f32", False), ("f32", True))  # and whether TF32
+# In the order of speed where several can: windows of many keys first, then narrow windows where
+# matrix units have too little to do, then all others.
 FORWARD: tuple[Row, ...] = (
     *neighborhood_hopper.ROWS,
-    *(BandForward(dtype, small=True) for dtype in ("bf16", "f16")),
-    *(BoxForward(dtype) for dtype in ("bf16", "f16")),
     SlideForward("f32"),
+    *(BandForward(dtype, small=True) for dtype in ("bf16", "f16", "f32")),
+    *(BoxForward(dtype, tf32) for dtype, tf32 in _MATRIX),
     *(BandForward(dtype) for dtype in ("f32", "bf16", "f16")),
     *(Plain(dtype, dim, False) for dtype in FLOATS for dim in _DIMS))
 BACKWARD: tuple[Row, ...] = (
     *neighborhood_hopper.BACKWARD,
-    *(BoxBackward(dtype) for dtype in ("bf16", "f16")),
+    BandBackward("f32", small=True),
+    *(BoxBackward(dtype, tf32) for dtype, tf32 in _MATRIX),
     *(BandBackward(dtype) for dtype in FLOATS if dtype != "f64"),
     *(Plain(dtype, dim, True) for dtype in FLOATS for dim in _DIMS))

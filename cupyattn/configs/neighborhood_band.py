@@ -31,17 +31,33 @@ class Band(Row):
     """A few lanes per run of neighbouring tokens, 16-byte accesses; for narrow windows."""
 
     dtype: str
+    small: bool = False  # only what other rows of the table are slower for
 
     MOST_KEYS = 512  # of a window
     LONGEST = 127  # on the last axis
     WIDEST = 256  # head_dim
     BUSY = 512  # threads of a multiprocessor; below that, more of them do less each
+    FEW = 8192  # queries and heads; 16-bit: with more, matrix units are as fast for any window
 
     @property
     def name(self) -> str:
-        return f"band_{self.dtype}"
+        return f"band_small_{self.dtype}" if self.small else f"band_{self.dtype}"
+
+    @staticmethod
+    def narrow(problem: Problem) -> int:
+        """Return up to how many keys of a window bands are faster, by counting instructions."""
+        if problem.q.dtype != "f32":
+            return 16
+        return 9 if problem.precision == "tf32" else 32 if len(problem.space) == 3 else 16
 
     def refuses(self, problem: Problem, device: Device) -> str | None:
+        if self.small and problem.q.dtype == self.dtype:
+            if self.dtype != "f32" and _runs(problem, 1) * problem.heads >= self.FEW:
+                return (f"{_runs(problem, 1) * problem.heads} queries and heads are not below "
+                        f"{self.FEW}")
+            if math.prod(problem.kernel_size) > self.narrow(problem):
+                return (f"a window of {math.prod(problem.kernel_size)} keys exceeds "
+                        f"{self.narrow(problem)}")
         size, head_dim, window = ITEMSIZE[self.dtype], problem.head_dim, problem.kernel_size
         if problem.q.dtype != self.dtype:
             return f"dtype {problem.q.dtype} is not {self.dtype}"
@@ -87,7 +103,7 @@ class Band(Row):
         run, tile = min(shape.run, lanes), math.gcd(heads, _LANES // lanes)
         full = lanes * vectors * _VECTOR == head_dim * ITEMSIZE[self.dtype]
         stem = f"neighborhood_{'fwd' if part == 'forward' else 'bwd'}"
-        name = (f"{stem}__{self.name}__{part}_l{lanes}_v{vectors}_r{run}_a{shape.ahead}"
+        name = (f"{stem}__band_{self.dtype}__{part}_l{lanes}_v{vectors}_r{run}_a{shape.ahead}"
                 f"_h{tile}x{heads // tile}_g{shared}_d{dilation}_t{shape.threads}_b{shape.blocks}")
         flags = {"Full": full, "Outer": outer, **({"Keep": keep} if part == "dq" else {})}
         return Kernel(
@@ -139,22 +155,6 @@ def _runs(problem: Problem, run: int) -> int:
 @dataclass(frozen=True)
 class BandForward(Band):
     """The band kernel of the forward."""
-
-    small: bool = False  # narrow windows of few queries only, where other rows are slower to start
-
-    FEW = 8192  # queries and heads
-    NARROW = 16  # keys of a window
-
-    @property
-    def name(self) -> str:
-        return f"band_small_{self.dtype}" if self.small else super().name
-
-    def refuses(self, problem: Problem, device: Device) -> str | None:
-        if self.small and _runs(problem, 1) * problem.heads >= self.FEW:
-            return f"{_runs(problem, 1) * problem.heads} queries and heads are not below {self.FEW}"
-        if self.small and math.prod(problem.kernel_size) > self.NARROW:
-            return f"a window of {math.prod(problem.kernel_size)} keys exceeds {self.NARROW}"
-        return super().refuses(problem, device)
 
     @property
     def shapes(self) -> tuple[Shape, ...]:

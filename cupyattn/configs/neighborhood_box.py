@@ -40,6 +40,7 @@ class BoxForward(Row):
     """A box of queries per block, 16 a warp, and the box of keys that they see."""
 
     dtype: str
+    tf32: bool = False  # one TF32 product for float32
 
     PART = "fwd"  # of names
     SOURCE = "neighborhood_box_fwd.cu"
@@ -47,9 +48,10 @@ class BoxForward(Row):
     OWN: ClassVar[tuple[str, ...]] = ("q",)  # arrays whose rows a block has one box of
     OTHERS: ClassVar[tuple[str, ...]] = ("k", "v")  # and those that it walks over
     READ: ClassVar[tuple[str, ...]] = ()  # further arrays of which it reads its own rows
-    ROW_BYTES = 0  # beside those of elements and codes, of a row that it walks over
+    NUMBERS = 0  # bytes for a byte of an element, of a row that it walks over
 
     DIMS = (16, 32, 48, 64, 80, 96, 112, 128)
+    WIDE_DIMS = (32, 64, 96, 128)  # of float32
     BOXES = {1: ((1, 1, 64), (1, 1, 128)),
              2: ((1, 8, 8), (1, 16, 4), (1, 4, 16), (1, 16, 8), (1, 8, 16), (1, 16, 16)),
              3: ((4, 4, 4), (8, 4, 2), (8, 4, 4), (4, 4, 8), (8, 8, 4), (4, 8, 8))}
@@ -58,16 +60,23 @@ class BoxForward(Row):
 
     @property
     def name(self) -> str:
-        return f"box_{self.dtype}"
+        return _name(self)
+
+    @property
+    def size(self) -> int:
+        """Return the bytes of an element."""
+        return ITEMSIZE[self.dtype]
 
     def refuses(self, problem: Problem, device: Device) -> str | None:
-        head_dim = problem.head_dim
+        head_dim, dims = problem.head_dim, self.WIDE_DIMS if self.dtype == "f32" else self.DIMS
         if problem.q.dtype != self.dtype:
             return f"dtype {problem.q.dtype} is not {self.dtype}"
+        if self.dtype == "f32" and (problem.precision == "tf32") != self.tf32:
+            return f"precision {problem.precision} is another row's"
         if problem.value_dim != head_dim:
             return f"value_dim {problem.value_dim} is not head_dim {head_dim}"
-        if head_dim not in self.DIMS:
-            return f"head_dim {head_dim} is not among {self.DIMS}"
+        if head_dim not in dims:
+            return f"head_dim {head_dim} is not among {dims}"
         if max(problem.space) >= 2**31:
             return f"a space extent of {max(problem.space)} exceeds {_LARGEST}"
         if problem.scale and not 1e-30 < abs(problem.scale) < 1e30:
@@ -120,7 +129,8 @@ class BoxForward(Row):
 
     def _shared(self, head_dim: int, rank: int, tile: Tile) -> int:
         rows = len(self.OWN) * math.prod(tile.box) + 2 * tile.stages * tile.keys
-        return rows * head_dim * 2 + tile.stages * tile.keys * (self.ROW_BYTES + 4 * (rank > 1))
+        beside = self.NUMBERS * self.size + 4 * (rank > 1)
+        return rows * head_dim * self.size + tile.stages * tile.keys * beside
 
     def _chunks(self, problem: Problem, rows: int) -> tuple[tuple[int, int], ...]:
         """Return how many rows of a box may be in shared memory, and how often, best first."""
@@ -128,10 +138,14 @@ class BoxForward(Row):
 
     def _inner(self, problem: Problem) -> bool:
         """Return whether a warp meets many keys that all of its queries see."""
+        if self.dtype == "f32":  # masks are a small part of the work
+            return False
         return len(problem.space) == 1 and problem.kernel_size[0] + problem.stride[0] >= 49
 
     def _warps(self, problem: Problem) -> int:
         """Return how many warps of a multiprocessor have enough registers."""
+        if self.dtype == "f32":
+            return 16 if problem.head_dim <= 32 else 12 if problem.head_dim <= 64 else 8
         few = len(problem.space) < 3 and not self._inner(problem)
         if problem.head_dim <= 32:
             return 28 if few else 24
@@ -141,8 +155,11 @@ class BoxForward(Row):
 
     def _tile(self, problem: Problem, device: Device) -> Tile | str:
         """Return the tile of least cost, or why there is none."""
-        tiles = [self._fitted(problem, device, box) for box in self.BOXES[len(problem.space)]
-                 if math.prod(box) <= 16 * self._warps(problem)]
+        most = self._warps(problem)
+        boxes = [box for box in self.BOXES[len(problem.space)] if math.prod(box) <= 16 * most]
+        if self.dtype == "f32":  # no registers that nobody has
+            boxes = [box for box in boxes if most % (math.prod(box) // 16) == 0] or boxes
+        tiles = [self._fitted(problem, device, box) for box in boxes]
         fit = [tile for tile in tiles if isinstance(tile, Tile)]
         return min(fit, key=lambda tile: tile.cost) if fit else tiles[0]
 
@@ -173,11 +190,12 @@ class BoxForward(Row):
             span = span * reach[a] + seen[a] - 1
         span = cdiv(span + 1, 16) * 16
         # Instructions of a warp: to start and to end, for keys in fragments, to copy rows.
-        cost = self._instructions(head_dim, span, rows * head_dim / 8 / (32 * warps))
+        vectors = rows * head_dim * self.size / _VECTOR / (32 * warps)
+        cost = self._instructions(head_dim, span, vectors)
         cost *= 1 + 2 / (most // warps * warps)  # the fewer warps, the more they wait for memory
         # Clocks of a block: warps share four schedulers, at best three quarters busy; copies come
         # from L2 at 24 bytes a clock. Warps of a block wait for each other.
-        work, copies = warps * cost / 3, rows * head_dim * 4 / 24
+        work, copies = warps * cost / 3, 2 * rows * head_dim * self.size / 24
         clocks = max(work, copies) + 0.1 * min(work, copies) + 10 * warps
         if most // warps == 1:  # nobody works while the block waits
             clocks *= 1.2
@@ -187,10 +205,24 @@ class BoxForward(Row):
 
     def _instructions(self, head_dim: int, span: int, copies: float) -> float:
         """Return those of a warp for a number of keys, and of copies of two vectors a lane."""
+        if self.dtype == "f32":
+            return self._wide_instructions(head_dim, span, copies)
         return 500 + span * (3.8 + head_dim / 36) + copies * 20
+
+    # Float32: instructions of a key, and of it and a feature, with three products and with one; the
+    # wait for fragments, as if these were instructions, of a key and a feature.
+    WIDE: ClassVar[tuple[tuple[float, float], tuple[float, float]]] = ((10.3, 0.38), (10.6, 0.078))
+    WIDE_WAIT = 0.23
+
+    def _wide_instructions(self, head_dim: int, span: int, copies: float) -> float:
+        key, feature = self.WIDE[self.tf32]
+        work = max(key + feature * head_dim, self.WIDE_WAIT * head_dim)
+        return 600 + span * work + copies * (64 if self.tf32 else 20)  # rounded by who copies
 
     def _further(self, problem: Problem) -> tuple[str, ...]:
         """Return further lines of the kernel's configuration."""
+        if self.dtype == "f32":
+            return (f"static constexpr bool kTf32 = {str(self.tf32).lower()};",)
         return ()
 
     def _kernel(self, problem: Problem, tile: Tile) -> Kernel:
@@ -230,10 +262,12 @@ class BoxForward(Row):
 
     def kernels(self) -> tuple[Kernel, ...]:
         device = Device(0, "", (8, 0), 108, 163 << 10, 40 << 20)
-        examples = (
+        examples = [
             self._example((4096,), (7,), "clip"), self._example((4096,), (256,)),
             self._example((56, 56), (7, 7)), self._example((96, 96), (24, 24)),
-            self._example((16, 32, 32), (8, 8, 8)))
+            self._example((16, 32, 32), (8, 8, 8))]
+        if self.dtype == "f32":
+            examples = examples[2:3] if self.tf32 else examples[2::2]
         return tuple(self._kernel(x, tile) for x in few(self.dtype, examples)
                      if isinstance(tile := self._tile(x, device), Tile))
 
@@ -241,14 +275,16 @@ class BoxForward(Row):
                  ) -> Problem:
         layout, ones = Layout((1, *space, 8, 64), self.dtype), (1,) * len(space)
         return Problem(layout, layout, layout, window, ones, ones, (False,) * len(space), 0.125,
-                       boundary, dy=layout, y=layout)
+                       boundary, "tf32" if self.tf32 else "fp32", dy=layout, y=layout)
 
     def notes(self, problem: Problem, device: Device) -> list[str]:
         tile, rank = self._tile(problem, device), len(problem.space)
         assert isinstance(tile, Tile)
         own, reach = ("x".join(map(str, x[3 - rank:])) for x in (tile.box, tile.reach))
+        products = "" if self.dtype != "f32" else (
+            ", one TF32 product" if self.tf32 else ", three TF32 products of split numbers")
         return [f"{self.PART}: blocks of {own} positions, 16 a warp, read boxes of at most "
-                f"{reach}, {tile.keys} rows at a time"]
+                f"{reach}, {tile.keys} rows at a time{products}"]
 
     def program(self, problem: Problem, device: Device) -> Program:
         tile = self._tile(problem, device)
@@ -260,9 +296,13 @@ class BoxForward(Row):
                              shared=shared),))
 
 
+def _name(row: BoxForward | BoxBackward) -> str:
+    return f"box_{'tf32' if row.tf32 else row.dtype}"
+
+
 def _sums(problem: Problem) -> Layout:
-    """Return the layout of lse * log2(e) and delta, side by side."""
-    return Layout((*problem.lse_layout.shape, 2), "f32")
+    """Return the layout of lse and delta, side by side; of float32, 1 / sum of weights, too."""
+    return Layout((*problem.lse_layout.shape, 4 if problem.q.dtype == "f32" else 2), "f32")
 
 
 @dataclass(frozen=True)
@@ -274,13 +314,15 @@ class BoxGradient(BoxForward):
     # Up to which head_dim and rank: warps of a multiprocessor, whether their own rows stay in
     # registers, and how many times 16 rows of the other side a warp takes at once.
     REGISTERS: ClassVar[tuple[tuple[int, int, int, bool, int], ...]] = ()
+    WIDE_REGISTERS = ((64, 3, 12, False, 1), (128, 3, 8, False, 1))  # of float32
 
     BOXES = {1: ((1, 1, 64), (1, 1, 128)),
              2: ((1, 8, 8), (1, 16, 4), (1, 4, 16), (1, 16, 8), (1, 8, 16)),
              3: ((4, 4, 4), (8, 4, 2), (8, 4, 4), (4, 4, 8))}
 
     def _registers(self, problem: Problem) -> tuple[int, bool, int]:
-        return next((warps, held, units) for head_dim, rank, warps, held, units in self.REGISTERS
+        limits = self.WIDE_REGISTERS if self.dtype == "f32" else self.REGISTERS
+        return next((warps, held, units) for head_dim, rank, warps, held, units in limits
                     if problem.head_dim <= head_dim and len(problem.space) <= rank)
 
     def _warps(self, problem: Problem) -> int:
@@ -288,10 +330,17 @@ class BoxGradient(BoxForward):
 
     def _further(self, problem: Problem) -> tuple[str, ...]:
         _, held, units = self._registers(problem)
-        eps = {"f16": 2.0 ** -10, "bf16": 2.0 ** -7}[self.dtype]
-        return (f"static constexpr bool kHeld = {str(held).lower()};",
+        return (*super()._further(problem),
+                f"static constexpr bool kHeld = {str(held).lower()};",
                 f"static constexpr int kUnits = {units};",
-                f"static constexpr float kEps = {eps}f;")
+                f"static constexpr float kEps = {self._eps}f;")
+
+    @property
+    def _eps(self) -> float:
+        """Return what part of sum |ds| a sum of ds may be."""
+        if self.dtype == "f32":
+            return 2.0 ** -10 if self.tf32 else 2.0 ** -21
+        return {"f16": 2.0 ** -10, "bf16": 2.0 ** -7}[self.dtype]
 
     def step(self, problem: Problem, device: Device) -> Step:
         """Return the launch."""
@@ -321,7 +370,11 @@ class BoxQueries(BoxGradient):
     def _made(self, problem, tile):
         return (("dq", Layout(problem.q.shape, self.dtype), tile.box),)
 
+    WIDE, WIDE_WAIT = ((14.5, 0.7), (11.5, 0.123)), 0.47
+
     def _instructions(self, head_dim: int, span: int, copies: float) -> float:
+        if self.dtype == "f32":
+            return self._wide_instructions(head_dim, span, copies)
         # Fragments come from shared memory at 128 bytes a clock: then schedulers wait.
         return 800 + span * max(4.6 + head_dim / 28, head_dim / 7) + copies * 20
 
@@ -334,7 +387,7 @@ class BoxKeys(BoxGradient):
     FUNCTION = "neighborhood_box_dkdv"
     OWN = ("k", "v")
     OTHERS = ("q", "dy")
-    ROW_BYTES = 8
+    NUMBERS = 4
     BUFFERS = ("q", "k", "v", "dy", "lse", "delta", "dk", "dv")
     REGISTERS = ((32, 3, 16, True, 2), (64, 3, 12, True, 1),
                  (96, 3, 8, True, 2), (112, 3, 8, True, 1), (128, 3, 8, False, 2))
@@ -363,7 +416,11 @@ class BoxKeys(BoxGradient):
             zip(_three(problem.space), _three(problem.kernel_size), _three(problem.dilation),
                 _three(problem.stride), _three(problem.is_causal, 0), box))
 
+    WIDE, WIDE_WAIT = ((12.0, 0.955), (12.0, 0.165)), 0.56
+
     def _instructions(self, head_dim: int, span: int, copies: float) -> float:
+        if self.dtype == "f32":
+            return self._wide_instructions(head_dim, span, copies)
         return 600 + span * max(4.2 + head_dim / 20, head_dim / 5) + copies * 20
 
 
@@ -387,15 +444,16 @@ class BoxBackward(Row):
     """Two kernels: of boxes of queries, then of boxes of keys."""
 
     dtype: str
+    tf32: bool = False
 
     @property
     def name(self) -> str:
-        return f"box_{self.dtype}"
+        return _name(self)
 
     @property
     def parts(self) -> tuple[BoxGradient, ...]:
         """Return the rows of the kernels."""
-        return BoxQueries(self.dtype), BoxKeys(self.dtype)
+        return BoxQueries(self.dtype, self.tf32), BoxKeys(self.dtype, self.tf32)
 
     def refuses(self, problem: Problem, device: Device) -> str | None:
         return next((why for part in self.parts if (why := part.refuses(problem, device))), None)

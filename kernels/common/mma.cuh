@@ -70,6 +70,21 @@ __device__ inline void load_matrices_transposed(unsigned (&x)[4], unsigned row) 
                : "memory");
 }
 
+// 16 bytes.
+__device__ inline void load_shared(unsigned (&x)[4], unsigned address) {
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(address)
+               : "memory");
+}
+
+__device__ inline void store_shared(unsigned address, const unsigned (&x)[4]) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};"
+               :
+               : "r"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+               : "memory");
+}
+
 // c += a b, with 16 terms per sum or with 8.
 template <class T>
 __device__ inline void multiply(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3,

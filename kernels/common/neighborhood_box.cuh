@@ -10,6 +10,7 @@
 // have a box of keys as well. Then "query" and "key" change places in all that is said here.
 #pragma once
 #include "common/mma.cuh"
+#include "common/planes.cuh"
 #include "common/token.cuh"
 #include "common/window.cuh"
 
@@ -44,10 +45,11 @@ template <class Config>
 struct Tile {
   using T = typename Config::T;
   static constexpr int kDim = Config::kDim, kRank = Config::kRank, kKeys = Config::kKeys;
-  static constexpr int kParts = kDim / 8;  // of 16 bytes
-  static constexpr int kRowBytes = kDim * 2;
+  static constexpr int kSize = sizeof(T);
+  static constexpr int kRowBytes = kDim * kSize;
+  static constexpr int kParts = kRowBytes / 16;
   static constexpr int kQueries = Config::kThreads / 2;  // 16 a warp
-  static_assert(kDim % 16 == 0 && kKeys % 16 == 0, "whole fragments");
+  static_assert(kDim % (kSize == 4 ? 32 : 16) == 0 && kKeys % 16 == 0, "whole fragments");
 
   // Axes before `kFirst` have one position.
   static constexpr int kFirst = 3 - kRank;
@@ -185,7 +187,7 @@ struct Rows {
 
   template <Role kRole>
   __device__ Rows(const TokenView& view, const Work<Config, kRole>& work, unsigned head,
-                  bool of_keys, int size) {
+                  bool of_keys, int size = Map::kSize) {
     // Products of a factor below 2^32 and a stride.
     int64 at = int64(work.batch) * view.batch + int64(head) * view.head;
 #pragma unroll
@@ -309,18 +311,39 @@ struct Shared {
   static constexpr int kChunk = Map::kKeys * Map::kRowBytes;
   static constexpr int kOwn = Map::kQueries * Map::kRowBytes;  // of one array
   static constexpr int kRows = (kRole == kForward ? 1 : 2) * kOwn;
+  static constexpr int kNumbers = Map::kSize == 4 ? 16 : 8;  // of a query, bytes
   unsigned base;
 
   __device__ unsigned q() const { return base; }
   __device__ unsigned k(int stage) const { return base + kRows + stage * 2 * kChunk; }
   // From the base.
   __device__ static constexpr int numbers(int stage) {
-    return kRows + Config::kStages * 2 * kChunk + stage * Map::kKeys * 8;
+    return kRows + Config::kStages * 2 * kChunk + stage * Map::kKeys * kNumbers;
   }
   __device__ static constexpr int codes(int stage) {
     return numbers(kRole == kOfKeys ? Config::kStages : 0) + stage * Map::kKeys * 4;
   }
 };
+
+// Whether float32 numbers are rounded to TF32 when they have arrived.
+template <class Config>
+__device__ constexpr bool rounds() {
+  if constexpr (sizeof(typename Config::T) == 4) {
+    return Config::kTf32;
+  } else {
+    return false;
+  }
+}
+// Round 16 bytes where they are.
+__device__ inline void round_shared(unsigned address) {
+  unsigned x[4];
+  load_shared(x, address);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    x[i] = round_tf32(__uint_as_float(x[i]));
+  }
+  store_shared(address, x);
+}
 
 // Start copies of the queries' rows; beyond the end of an axis those at the end.
 template <class Config, Role kRole>
@@ -332,6 +355,16 @@ __device__ void copy_queries(unsigned to, const Work<Config, kRole>& work, const
     const int piece = i + threadIdx.x, query = piece / Map::kParts, part = piece % Map::kParts;
     const char* row = q.row(work.offset(query, 0), work.offset(query, 1), work.offset(query, 2));
     copy_async(to + Map::place(query, part), row + part * 16, 16);
+  }
+}
+// Round them, each thread what it has copied, once that has arrived.
+template <class Config>
+__device__ void round_queries(unsigned to) {
+  using Map = Tile<Config>;
+#pragma unroll
+  for (int i = 0; i < Map::kQueries * Map::kParts; i += Config::kThreads) {
+    const int piece = i + threadIdx.x;
+    round_shared(to + Map::place(piece / Map::kParts, piece % Map::kParts));
   }
 }
 
@@ -367,13 +400,13 @@ struct Stream {
         memory(memory),
         line(threadIdx.x / Map::kParts),
         part(threadIdx.x % Map::kParts),
-        k(view(p, false), work, head(work), true, 2),
+        k(view(p, false), work, head(work), true),
         v(k) {
     if constexpr (Config::kAlike) {
       v.data = static_cast<char*>(view(p, true).data) +
                (k.data - static_cast<char*>(view(p, false).data));
     } else {
-      v = Rows<Config>(view(p, true), work, head(work), true, 2);
+      v = Rows<Config>(view(p, true), work, head(work), true);
     }
     k.data += part * 16;
     v.data += part * 16;
@@ -426,8 +459,8 @@ struct Stream {
     int64 more_k = 0, more_v = 0;
     const unsigned head = kTurns == 1 ? 0 : n / unsigned(turn());
     if constexpr (kTurns > 1) {
-      more_k = head * view(p, false).head * 2;
-      more_v = head * view(p, true).head * 2;
+      more_k = head * view(p, false).head * Map::kSize;
+      more_v = head * view(p, true).head * Map::kSize;
     }
     if (kPass * Map::kParts == Config::kThreads || line < kPass) {
 #pragma unroll
@@ -455,9 +488,14 @@ struct Stream {
         if (row < kKeys) {
           const int at = first + row, lines = Map::kRank > 1 ? unsigned(at) / Config::kReach2 : 0;
           const int planes = Map::kRank > 2 ? unsigned(lines) / Config::kReach1 : 0;
-          copy_pair_async(shared.base + shared.numbers(stage) + row * 8,
-                          numbers.data + pitch.of(at, lines, planes),
-                          exists(at, lines, planes) ? 8 : 0);
+          const unsigned into = shared.base + shared.numbers(stage) + row * shared.kNumbers;
+          const char* from = numbers.data + pitch.of(at, lines, planes);
+          const int bytes = exists(at, lines, planes) ? shared.kNumbers : 0;
+          if constexpr (Map::kSize == 4) {
+            copy_async(into, from, bytes);
+          } else {
+            copy_pair_async(into, from, bytes);
+          }
         }
       }
     }
@@ -472,6 +510,37 @@ struct Stream {
       }
     }
   }
+  // Round what this thread has copied of chunk `n`, once that has arrived.
+  __device__ void round(int n) const {
+    const int stage = kStages == 1 ? 0 : n % kStages;
+    if (kPass * Map::kParts == Config::kThreads || line < kPass) {
+#pragma unroll
+      for (int i = 0; i < kPasses; ++i) {
+        const int row = line + i * kPass;
+        if ((i + 1) * kPass <= kKeys || row < kKeys) {
+          const unsigned at = shared.k(stage) + Map::place(row, part);
+          round_shared(at);
+          round_shared(at + shared.kChunk);
+        }
+      }
+    }
+  }
+};
+
+// Sums on their way to being a left factor: of each tile of 8 columns, a lane's two neighbours in
+// rows g and g + 8. 16-bit: rounded, in a register.
+template <class T, int kTiles>
+struct LeftFactor {
+  unsigned x[kTiles][2];
+  __device__ void set(int t, int h, float low, float high) { x[t][h] = pack<T>(low, high); }
+};
+template <int kTiles>
+struct LeftFactor<float, kTiles> {
+  float x[kTiles][4];
+  __device__ void set(int t, int h, float low, float high) {
+    x[t][2 * h] = low;
+    x[t][2 * h + 1] = high;
+  }
 };
 
 // Write a warp's 16 rows by way of shared memory, where its queries were: these begin at `memory`.
@@ -482,12 +551,23 @@ __device__ void store_rows(char* memory, const Work<Config, kRole>& work, const 
   using T = typename Config::T;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, q = lane % 4;
   char* rows = memory + warp * 16 * Map::kRowBytes;
+  if constexpr (Map::kSize == 4) {
 #pragma unroll
-  for (int i = 0; i < Map::kDim / 8; ++i) {
+    for (int i = 0; i < Map::kDim / 32; ++i) {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      *reinterpret_cast<unsigned*>(rows + Map::place(g + 8 * h, i) + 4 * q) =
-          pack<T>(x[i][2 * h], x[i][2 * h + 1]);
+      for (int e = 0; e < 4; ++e) {  // of features as in neighborhood_tf32.cuh
+        *reinterpret_cast<float4*>(rows + Map::place(g + e / 2 * 8, 8 * i + 2 * q + e % 2)) =
+            float4{x[4 * i][e], x[4 * i + 1][e], x[4 * i + 2][e], x[4 * i + 3][e]};
+      }
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < Map::kDim / 8; ++i) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        *reinterpret_cast<unsigned*>(rows + Map::place(g + 8 * h, i) + 4 * q) =
+            pack<T>(x[i][2 * h], x[i][2 * h + 1]);
+      }
     }
   }
   __syncwarp();  // rows are complete
