@@ -29,7 +29,8 @@
 //           together; ds(i) is made while the last runs
 //           dk, dv: s = k q^T and dp = v dy^T are issued together; p is made while dp runs, ds
 //           while dv += p dy does, and then dk += ds q, with the next s and dp behind it where
-//           registers allow: the other warpgroup's products fill the gaps
+//           registers allow: the other warpgroup's products fill the gaps. Where registers do not
+//           hold both sums, a launch makes dk and another dv
 //           first warpgroup: a warp for boxes, one for the next tile's plan, one for its own rows,
 //           one that brings lse and delta (dk, dv), or to L2 what they are made of (dq)
 // Masks     only in boxes that do not lie inside the interval of each of a warpgroup's rows; a
@@ -74,8 +75,8 @@ __device__ void differentiate_query(const NeighborhoodParams& p, const Token& qu
   dq.store(row_of<T>(p.dq, query, query.head), kDim, lane, 1.0f);
 }
 
-// dk and dv of a key. Queries that do not see it are never loaded.
-template <class T, int kDim, int kValues>
+// dk and dv of a key, or one of them. Queries that do not see it are never loaded.
+template <class T, int kDim, int kValues, bool kDk, bool kDv>
 __device__ void differentiate_key(const NeighborhoodParams& p, const Token& key) {
   const int lane = threadIdx.x % 32, group = p.heads / p.kv_heads;
   const float scale = float(p.scale);
@@ -104,8 +105,12 @@ __device__ void differentiate_key(const NeighborhoodParams& p, const Token& key)
       }
     }
   }
-  dk.store(row_of<T>(p.dk, key, key.head), kDim, lane, 1.0f);
-  dv.store(row_of<T>(p.dv, key, key.head), kValues, lane, 1.0f);
+  if constexpr (kDk) {
+    dk.store(row_of<T>(p.dk, key, key.head), kDim, lane, 1.0f);
+  }
+  if constexpr (kDv) {
+    dv.store(row_of<T>(p.dv, key, key.head), kValues, lane, 1.0f);
+  }
 }
 
 // The inner product of two rows, shared by the four lanes of a row.
@@ -114,7 +119,8 @@ __device__ inline float dot_by_quad(const T* x, const T* y) {
   const int quad = threadIdx.x % 4;
   const bool aligned = reinterpret_cast<unsigned long long>(y) % 16 == 0;  // x always is
   float sum = 0;
-#pragma unroll
+  constexpr int kAtOnce = kCount > 128 ? 2 : 4;  // what registers hold
+#pragma unroll kAtOnce
   for (int at = 0; at < kCount; at += 32) {
     if (kCount % 32 != 0 && at + quad * 8 >= kCount) {
       break;
@@ -395,12 +401,14 @@ __device__ void neighborhood_hopper_dkdv(const NeighborhoodHopperParams& hp) {
   using Scored = typename B::Scored;
   using Summed = typename B::Summed;
   constexpr int kDim = Config::kDim, kValues = Config::kValues;
-  constexpr int kSums = Scored::kAll + Summed::kAll;  // columns of dk and dv
+  constexpr bool kDk = Config::kDk, kDv = Config::kDv;  // made here
+  constexpr int kSums = (kDk ? Scored::kAll : 0) + (kDv ? Summed::kAll : 0);  // columns of them
   constexpr int kStages = Config::kStages, kQueries = B::kSeen;
   constexpr int kGroups = Config::kGroups, kOwned = Config::kOwned;
   // Whether registers (s, dp, operands; dk, dv) let the next scores be asked for before dk is
   // there.
-  constexpr bool kAhead = kQueries * 5 / 4 + kSums / 2 <= 164;
+  constexpr bool kAhead = kQueries * (kDk ? 5 : 3) / 4 + kSums / 2 <= 164;
+  constexpr bool kFew = kSums < 256 || kDk != kDv;  // registers, leaving more to those that load
   static_assert(Config::kInverse && kGroups == 2 && kStages > 1, "keys own");
   const NeighborhoodParams& p = hp.na;
   extern __shared__ unsigned char memory[];
@@ -408,8 +416,9 @@ __device__ void neighborhood_hopper_dkdv(const NeighborhoodHopperParams& hp) {
   if (own_at % 1024 != 0) {
     __trap();  // swizzles count from such a boundary
   }
-  // A warpgroup's k, then its v; stages of q and dy; lse and delta of a stage's queries.
-  constexpr unsigned kKBytes = 64 * Scored::kBytes, kOwnBytes = kKBytes + 64 * Summed::kBytes;
+  // A warpgroup's k, then its v (for dk); stages of q and dy; lse and delta of a stage's queries.
+  constexpr unsigned kKBytes = 64 * Scored::kBytes;
+  constexpr unsigned kOwnBytes = kKBytes + (kDk ? 64 * Summed::kBytes : 0);
   constexpr unsigned kQBytes = kQueries * Scored::kBytes;
   constexpr unsigned kStageBytes = kQBytes + kQueries * Summed::kBytes;
   const unsigned stages = own_at + kOwned * kGroups * kOwnBytes;
@@ -442,7 +451,7 @@ __device__ void neighborhood_hopper_dkdv(const NeighborhoodHopperParams& hp) {
   __syncthreads();  // barriers can be used
 
   if (warpgroup < 0) {
-    fewer_registers<kSums <= 128 ? 40 : 24>();
+    fewer_registers<kFew ? 40 : 24>();
     unsigned it = 0;  // box of the block
     if (threadIdx.x == 0) {
       plans.for_each([&](const BoxPlan<Config>& plan, unsigned) {
@@ -470,8 +479,10 @@ __device__ void neighborhood_hopper_dkdv(const NeighborhoodHopperParams& hp) {
           barrier_wait(own_empty + 8 * slot, (tile / kOwned & 1) ^ 1);
           barrier_expect(own, kOwnBytes);
           load_part<Scored>(hp, hp.k_map, plan.place, group, p.kv_heads, hp.k_heads_first, to, own);
-          load_part<Summed>(hp, hp.v_map, plan.place, group, p.kv_heads, hp.v_heads_first,
-                            to + kKBytes, own);
+          if constexpr (kDk) {
+            load_part<Summed>(hp, hp.v_map, plan.place, group, p.kv_heads, hp.v_heads_first,
+                              to + kKBytes, own);
+          }
         }
       });
     } else if (threadIdx.x / 32 == 3) {
@@ -507,7 +518,7 @@ __device__ void neighborhood_hopper_dkdv(const NeighborhoodHopperParams& hp) {
     return;
   }
 
-  more_registers<kSums <= 128 ? 232 : 240>();
+  more_registers<kFew ? 232 : 240>();
   const int lane = threadIdx.x % 32, quad = lane % 4;
   const int first_row = warpgroup * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;
   const float scale = float(p.scale), scale2 = scale * kLog2e;
@@ -528,11 +539,13 @@ __device__ void neighborhood_hopper_dkdv(const NeighborhoodHopperParams& hp) {
       warpgroup_arrive();
       multiply_features<T, kDim>(s, features_at<Scored>(k_now), features_at<Scored>(q_at));
       warpgroup_commit();
-      multiply_features<T, kValues>(dp, features_at<Summed>(v_now),
-                                    features_at<Summed>(q_at + kQBytes));
-      warpgroup_commit();
+      if constexpr (kDk) {
+        multiply_features<T, kValues>(dp, features_at<Summed>(v_now),
+                                      features_at<Summed>(q_at + kQBytes));
+        warpgroup_commit();
+      }
     };
-    // From scores to dk, which is left to be waited for.
+    // From scores to the last sum, which is left to be waited for.
     const auto differentiate = [&]() {
       const unsigned stage = it % kStages, q_at = stages + stage * kStageBytes;
       const float* of_stage = sums + stage * kQueries * 2 + 2 * quad;
@@ -551,10 +564,15 @@ __device__ void neighborhood_hopper_dkdv(const NeighborhoodHopperParams& hp) {
         }
       }
       pack_operands<T, kQueries>(operands, s);
-      warpgroup_arrive();
-      multiply_seen<T>(dv, operands, rows_at<Summed, kQueries>(q_at + kQBytes));
-      warpgroup_commit();
-      warpgroup_wait<1>();  // dp
+      if constexpr (kDv) {
+        warpgroup_arrive();
+        multiply_seen<T>(dv, operands, rows_at<Summed, kQueries>(q_at + kQBytes));
+        warpgroup_commit();
+      }
+      if constexpr (!kDk) {
+        return;
+      }
+      warpgroup_wait<kDv>();  // dp
       hold(dp);
 #pragma unroll
       for (int j = 0; j < kQueries / 8; ++j) {
@@ -587,7 +605,7 @@ __device__ void neighborhood_hopper_dkdv(const NeighborhoodHopperParams& hp) {
         continue;
       }
       start_scores();
-      warpgroup_wait<1>();  // s
+      warpgroup_wait<kDk>();  // s
       differentiate();
       ++it;
       for (++i; i < total && !walk.is_outside(warpgroup); ++i, ++it) {
@@ -596,7 +614,7 @@ __device__ void neighborhood_hopper_dkdv(const NeighborhoodHopperParams& hp) {
           arrive_by_warp(empty + 8 * ((it - 1) % kStages));
         }
         start_scores();
-        warpgroup_wait<1>();  // dk, then s
+        warpgroup_wait<kDk>();  // the last sum, then s
         if constexpr (kAhead) {
           arrive_by_warp(empty + 8 * ((it - 1) % kStages));
         }
@@ -605,8 +623,12 @@ __device__ void neighborhood_hopper_dkdv(const NeighborhoodHopperParams& hp) {
       warpgroup_wait<0>();
       arrive_by_warp(empty + 8 * ((it - 1) % kStages));
     }
-    hold(dk);
-    hold(dv);
+    if constexpr (kDk) {
+      hold(dk);
+    }
+    if constexpr (kDv) {
+      hold(dv);
+    }
     arrive_by_warp(own_empty + 8 * slot);
 
     row0 = again(row0);
@@ -614,10 +636,16 @@ __device__ void neighborhood_hopper_dkdv(const NeighborhoodHopperParams& hp) {
     for (int i = 0; i < 2; ++i) {
       Token mine;
       const bool has = place.token(p, row0 + 8 * i, mine);
-      bool finite = store_row<T, kDim>(row_of<T>(p.dk, mine, mine.head), has, i, dk);
-      finite = store_row<T, kValues>(row_of<T>(p.dv, mine, mine.head), has, i, dv) && finite;
-      for_each_row(has && !finite, mine,
-                   [&](const Token& key) { differentiate_key<T, kDim, kValues>(p, key); });
+      bool finite = true;
+      if constexpr (kDk) {
+        finite = store_row<T, kDim>(row_of<T>(p.dk, mine, mine.head), has, i, dk);
+      }
+      if constexpr (kDv) {
+        finite = store_row<T, kValues>(row_of<T>(p.dv, mine, mine.head), has, i, dv) && finite;
+      }
+      for_each_row(has && !finite, mine, [&](const Token& key) {
+        differentiate_key<T, kDim, kValues, kDk, kDv>(p, key);
+      });
     }
   });
 }

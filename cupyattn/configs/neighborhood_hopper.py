@@ -18,6 +18,7 @@ from .neighborhood_problem import Problem, values, visits
 
 Box = tuple[int, int, int]
 Axis = tuple[int, int, int, int, bool, str]  # positions, window, dilation, stride, causal, boundary
+_OF_KEYS = ("dkdv", "dk", "dv")  # parts whose tiles are of keys
 _SHARED = 228 << 10  # bytes of a multiprocessor, of which each block takes 1 KB
 
 
@@ -94,7 +95,6 @@ class Hopper(Row):
 
     target: ClassVar[str | None] = "sm_90a"
     ARRAYS: ClassVar[tuple[str, ...]] = ("q", "k", "v")  # that the copy engine takes
-    PARTS: ClassVar[tuple[str, ...]] = ()  # kernels: "fwd", "dq", "dkdv"
     # Keys of a window, below which other rows are faster, by the number of axes.
     LEAST: ClassVar[Mapping[int, int]] = {1: 256, 2: 256, 3: 256}
     ALONE: ClassVar[int] = 64  # and where the boxes of mma.sync refuse, which leaves slow rows
@@ -112,6 +112,11 @@ class Hopper(Row):
     def blocks(self) -> int:
         """Return how many blocks share a multiprocessor."""
         return 1
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Return the launches: "fwd"; or "dq", and "dkdv" or "dk" and "dv"."""
+        raise NotImplementedError
 
     def refuses(self, problem: Problem, device: Device) -> str | None:
         if problem.q.dtype != self.dtype:
@@ -135,7 +140,7 @@ class Hopper(Row):
                         "the copy engine does not take")
         if not _folded(problem) and max(problem.dilation) > 8:
             return f"dilation {problem.dilation} exceeds 8, and its groups are not lines"
-        for part in self.PARTS:
+        for part in self.parts:
             boxes = self.boxes(problem, part)
             if boxes is None:
                 return f"dilation {problem.dilation} stretches every box beyond 256 tokens"
@@ -162,13 +167,13 @@ class Hopper(Row):
 
     def notes(self, problem: Problem, device: Device) -> list[str]:
         rank, lines = len(problem.space), []
-        for part in self.PARTS:
+        for part in self.parts:
             boxes = self.boxes(problem, part)
             assert boxes is not None
             own, seen = (box[3 - rank:] for box in boxes)
             tile, walked = ("x".join(map(str, box)) for box in (own, seen))
             lines.append(f"{part}: tiles of {tile} positions, {self.GROUPS} warpgroups, walk boxes "
-                         f"of {walked}: {visits(problem, own, seen, part == 'dkdv')}")
+                         f"of {walked}: {visits(problem, own, seen, part in _OF_KEYS)}")
         return lines
 
     def _fitted(self, problem: Problem, part: str) -> tuple[Box, Box] | None:
@@ -178,7 +183,8 @@ class Hopper(Row):
         axes = tuple(zip(lengths, problem.kernel_size, step, problem.stride, problem.is_causal,
                          (problem.boundary,) * len(lengths)))
         sizes = tuple(n for n in self._sizes(part) if self._bytes(part, len(axes), n)[1] > 1)
-        return _boxes(axes, sizes, part == "dkdv", self.GROUPS, self.OVERHEAD, self.SAVED)
+        sizes = tuple(n for n in sizes if n >= 64) or sizes[-1:]
+        return _boxes(axes, sizes, part in _OF_KEYS, self.GROUPS, self.OVERHEAD, self.SAVED)
 
     def _tiles(self, problem: Problem, own: Box) -> Box:
         """Return the tiles along each axis of the longest dilation group."""
@@ -204,8 +210,8 @@ class Hopper(Row):
         `seen`: positions of a walked box.
         """
         rows, both = 64 * self.GROUPS, 2 * (self.dim + self.values)  # bytes of a position
-        stage = seen * both + (8 * seen + 8 * 3 if part == "dkdv" else 8 * 4)  # sums, barriers
-        tile = rows * (self.dim * 2 if part == "fwd" else both) + 8 * 2 * self.GROUPS
+        stage = seen * both + (8 * seen + 8 * 3 if part in _OF_KEYS else 8 * 4)  # sums, barriers
+        tile = rows * (self.dim * 2 if part in ("fwd", "dv") else both) + 8 * 2 * self.GROUPS
         plans = 2 * (80 + 48 * self.GROUPS + 8 * axes * rows + 8 * 2)
         memory = _SHARED // self.blocks - (1 << 10)
         stages = [min((memory - plans - n * tile) // stage, 6) for n in (1, 2)]
@@ -223,18 +229,21 @@ class Hopper(Row):
                    **{f"Seen{a}": n for a, n in zip("THW", seen)}}
         boxes = "_".join("x".join(map(str, box)) for box in (own, seen))
         direction = "fwd" if part == "fwd" else "bwd"
+        function = "dkdv" if part in _OF_KEYS else part
         spare = "" if (dim, most) == (self.dim, self.values) else f"_of{dim}x{most}"
         return Kernel(f"neighborhood_{direction}__{self.name}__{part}_{axes}d_{boxes}{spare}",
-                      f"neighborhood_hopper_{direction}.cu", f"neighborhood_hopper_{part}",
+                      f"neighborhood_hopper_{direction}.cu", f"neighborhood_hopper_{function}",
                       "NeighborhoodHopperParams",
                       (f"using T = {CTYPE[self.dtype]};",
-                       f"static constexpr bool kInverse = {str(part == 'dkdv').lower()};",
+                       *(f"static constexpr bool k{k} = {str(x).lower()};" for k, x in (
+                           ("Inverse", part in _OF_KEYS), ("Dk", part in ("dkdv", "dk")),
+                           ("Dv", part in ("dkdv", "dv")))),
                        *(f"static constexpr int k{k} = {n};" for k, n in numbers.items())),
                       128 * self.GROUPS + (128 if self.blocks == 1 else 64), self.blocks,
                       target="sm_90a")
 
     def _heads_of(self, problem: Problem, part: str) -> int:
-        return problem.kv_heads if part == "dkdv" else problem.heads
+        return problem.kv_heads if part in _OF_KEYS else problem.heads
 
     def _step(self, problem: Problem, device: Device, part: str, buffers: tuple[str, ...]) -> Step:
         boxes = self.boxes(problem, part)
@@ -243,7 +252,7 @@ class Hopper(Row):
         axes, heads = len(problem.space), self._heads_of(problem, part)
         fields = {f"na.{name}.data": name for name in buffers}
         fields |= {f"{name}_map.address": name for name in self.ARRAYS}
-        ours = ("k", "v") if part == "dkdv" else ("q", "dy")
+        ours = ("k", "v") if part in _OF_KEYS else ("q", "dy")
         maps = {f"{name}_map": self._map(problem, getattr(problem, name), _part(own, self.GROUPS)
                                          if name in ours else seen) for name in self.ARRAYS}
         blocks = min(self._all_tiles(problem, own, heads), device.multiprocessors * self.blocks)
@@ -288,13 +297,16 @@ class Hopper(Row):
 class HopperForward(Hopper):
     """64 queries a warpgroup, 64 to 160 keys at a time, both boxes of positions."""
 
-    PARTS: ClassVar[tuple[str, ...]] = ("fwd",)
     LEAST: ClassVar[Mapping[int, int]] = {1: 256, 2: 576, 3: 576}
 
     @property
     def blocks(self) -> int:
         """Return how many blocks share a multiprocessor: two where 96 registers hold y."""
         return 2 if self.values <= 64 and self.dim <= 128 else 1
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return ("fwd",)
 
     def boxes(self, problem: Problem, part: str = "fwd") -> tuple[Box, Box] | None:
         """Return the box of queries of a tile and that of keys that it walks, if any fit."""
@@ -323,37 +335,43 @@ class HopperBackward(Hopper):
     """64 queries a warpgroup for dq, then 64 keys a warpgroup for dk and dv."""
 
     ARRAYS: ClassVar[tuple[str, ...]] = ("q", "k", "v", "dy")
-    PARTS: ClassVar[tuple[str, ...]] = ("dq", "dkdv")
     OVERHEAD: ClassVar[int] = 8
     SAVED: ClassVar[float] = 1.0
     STAGES: ClassVar[int] = 3
 
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return ("dq", "dkdv") if self.dim + self.values <= 256 else ("dq", "dk", "dv")
+
     def boxes(self, problem: Problem, part: str) -> tuple[Box, Box] | None:
-        """Return the box of a tile of "dq" or "dkdv" and those that it walks, if any fit."""
+        """Return the box of a tile of a part and that which it walks, if any fit."""
         return self._fitted(problem, part)
 
     def _sizes(self, part: str) -> tuple[int, ...]:
-        # A thread has scores, as many of dp, and half as many operands; then dq, or dk and dv.
-        # More than 64 queries only where the next scores are asked for before dk is there.
-        held = 192 - self.dim // 2 if part == "dq" else 164 - (self.dim + self.values) // 2
-        return tuple(n for n in range(64, 129, 16) if n == 64 or n * 5 // 4 <= held)
+        # A thread has half a box's scores, as many of dp, half as many operands, and sums. More
+        # than 64 queries only where the next scores are asked for before the last sum is there.
+        sums = (self.dim * (part != "dv") + self.values * (part in ("dkdv", "dv"))) // 2
+        most, ahead = (192, 192) if part == "dq" else (208, 164)
+        return tuple(n for n in range(32, 129, 16) if n * (3 if part == "dv" else 5) // 4
+                     <= (most if n <= 64 else ahead) - sums)
 
     def kernels(self) -> tuple[Kernel, ...]:
         """Return the kernels of a few boxes; others are compiled when they are met."""
-        keys, queries = (self._sizes(part)[-1] // 32 for part in self.PARTS)
+        most = {part: max(n for n in self._sizes(part) if self._bytes(part, 3, n)[1] > 1) // 32
+                for part in self.parts}
         cases = _listed(self, (
-            ((1, 1, 128), (1, 1, keys * 32), (1, 1, queries * 32), 1),
-            ((1, 8, 16), (1, keys * 2, 16), (1, queries * 2, 16), 2),
-            ((4, 4, 8), (keys, 2, 16), (queries, 4, 8), 3)))
-        return tuple(self._kernel(part, own, seen, axes) for own, *both, axes in cases
-                     for part, seen in zip(self.PARTS, both))
+            ((1, 1, 128), lambda _, n: (1, 1, n * 32), 1),
+            ((1, 8, 16), lambda _, n: (1, n * 2, 16), 2),
+            ((4, 4, 8), lambda part, n: (n, 2, 16) if part == "dq" else (n, 4, 8), 3)))
+        return tuple(self._kernel(part, own, seen(part, most[part]), axes)
+                     for own, seen, axes in cases for part in self.parts)
 
     def program(self, problem: Problem, device: Device) -> Program:
         dlse = ("dlse",) if problem.dlse else ()
         some = ("q", "k", "v", "dy", "lse", "delta")
-        return Program((self._step(problem, device, "dq", (*some, "y", *dlse, "dq")),
-                        self._step(problem, device, "dkdv", (*some, "dk", "dv"))),
-                       {"delta": _sums(problem)})
+        results = {"dq": ("y", *dlse, "dq"), "dkdv": ("dk", "dv"), "dk": ("dk",), "dv": ("dv",)}
+        return Program(tuple(self._step(problem, device, part, (*some, *results[part]))
+                             for part in self.parts), {"delta": _sums(problem)})
 
     def _numbers(self, problem: Problem, own: Box, heads: int) -> dict[str, object]:
         view = token_view(_sums(problem))
@@ -414,4 +432,4 @@ DIMS = (32, 64, 96, 128, 192, 256)
 ROWS = tuple(HopperForward(dtype, dim, values) for dtype in ("bf16", "f16") for dim in DIMS
              for values in DIMS)
 BACKWARD = tuple(HopperBackward(dtype, dim, values) for dtype in ("bf16", "f16")
-                 for dim in DIMS for values in DIMS if max(dim, values) <= 128)
+                 for dim in DIMS for values in DIMS)

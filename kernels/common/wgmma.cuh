@@ -196,7 +196,25 @@ __device__ inline void multiply_rows(float (&d)[kCount], const unsigned (&a)[4],
     CUPYATTN_ROWS(256, "{%128, %129, %130, %131}", "%132", "%133");
   }
 }
-// 64 x 64, 80, 96, 112, 128, 144, 160 or 176, both from shared memory, depth inside, 16-bit.
+// 64 x 32, 48, 64, 80, 96, 112, 128, 144, 160 or 176, both from shared memory, depth inside, 16-bit.
+template <class T>
+__device__ inline void multiply_keys(float (&d)[16], unsigned long long a, unsigned long long b,
+                                     int add) {
+  if constexpr (kIsBfloat<T>) {
+    CUPYATTN_SHARED(32, "k16.f32.bf16.bf16", ", 0, 0", "%16", "%17", "%18");
+  } else {
+    CUPYATTN_SHARED(32, "k16.f32.f16.f16", ", 0, 0", "%16", "%17", "%18");
+  }
+}
+template <class T>
+__device__ inline void multiply_keys(float (&d)[24], unsigned long long a, unsigned long long b,
+                                     int add) {
+  if constexpr (kIsBfloat<T>) {
+    CUPYATTN_SHARED(48, "k16.f32.bf16.bf16", ", 0, 0", "%24", "%25", "%26");
+  } else {
+    CUPYATTN_SHARED(48, "k16.f32.f16.f16", ", 0, 0", "%24", "%25", "%26");
+  }
+}
 template <class T>
 __device__ inline void multiply_keys(float (&d)[32], unsigned long long a, unsigned long long b,
                                      int add) {
