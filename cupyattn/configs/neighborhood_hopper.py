@@ -123,10 +123,10 @@ class Hopper(Row):
             return f"dtype {problem.q.dtype} is not {self.dtype}"
         for name, most in (("head_dim", self.dim), ("value_dim", self.values)):
             features, fewest = getattr(problem, name), most - (24 if most <= 128 else 56)
-            if not fewest <= features <= most:
-                return f"{name} {features} is not {fewest} to {most}"
             if features % 8:
                 return f"{name} {features} is not a multiple of 8"
+            if not fewest <= features <= most:
+                return f"{name} {features} is not {fewest} to {most}"
         if problem.scale <= 0:
             return f"scale {problem.scale} is not positive"
         keys = math.prod(min(w, cdiv(n, d)) for w, n, d in zip(
@@ -363,8 +363,9 @@ class HopperBackward(Hopper):
             ((1, 1, 128), lambda _, n: (1, 1, n * 32), 1),
             ((1, 8, 16), lambda _, n: (1, n * 2, 16), 2),
             ((4, 4, 8), lambda part, n: (n, 2, 16) if part == "dq" else (n, 4, 8), 3)))
+        parts = self.parts if self.dtype == "bf16" else self.parts[:2]
         return tuple(self._kernel(part, own, seen(part, most[part]), axes)
-                     for own, seen, axes in cases for part in self.parts)
+                     for own, seen, axes in cases for part in parts)
 
     def program(self, problem: Problem, device: Device) -> Program:
         dlse = ("dlse",) if problem.dlse else ()
@@ -399,11 +400,9 @@ def _folded(problem: Problem) -> bool:
 def _listed(row: Hopper, cases: Sequence[Any]) -> Sequence[Any]:
     """Return those of which to compile kernels ahead of time.
 
-    Dims beside 64 and 128 are the same code with other counts: a line stands for all, in bf16.
+    Sizes beside 64 and 128 are the same code with other counts: a line stands for all.
     """
-    if row.dim == row.values and row.dim in (64, 128):
-        return few(row.dtype, cases)
-    return cases[:1] if row.dtype == "bf16" and row.dim == row.values else ()
+    return few(row.dtype, cases) if row.dim in (64, 128) else cases[:1]
 
 
 def _heads(layout: Layout) -> str | None:
@@ -428,8 +427,49 @@ def _heads(layout: Layout) -> str | None:
     return None
 
 
+@dataclass(frozen=True)
+class HopperMixed(Row):
+    """head_dim and value_dim that fill different numbers of features: a row for each pair."""
+
+    dtype: str
+    backward: bool
+
+    target: ClassVar[str | None] = "sm_90a"
+
+    @property
+    def name(self) -> str:
+        return f"hopper_{self.dtype}_dxv"
+
+    def row(self, problem: Problem) -> Hopper:
+        """Return the row of the pair, whose name its kernels bear."""
+        kind = HopperBackward if self.backward else HopperForward
+        return kind(self.dtype, _padded(problem.head_dim), _padded(problem.value_dim))
+
+    def refuses(self, problem: Problem, device: Device) -> str | None:
+        for name in ("head_dim", "value_dim"):
+            if getattr(problem, name) > DIMS[-1]:
+                return f"{name} {getattr(problem, name)} exceeds {DIMS[-1]}"
+        row = self.row(problem)
+        if row.dim == row.values:
+            return f"head_dim {problem.head_dim} and value_dim {problem.value_dim} have a row"
+        return row.refuses(problem, device)
+
+    def kernels(self) -> tuple[Kernel, ...]:
+        """Return those of the row of 192 features: the same code with other counts."""
+        kind = HopperBackward if self.backward else HopperForward
+        return kind(self.dtype, 192, 192).kernels()
+
+    def notes(self, problem: Problem, device: Device) -> list[str]:
+        return self.row(problem).notes(problem, device)
+
+    def program(self, problem: Problem, device: Device) -> Program:
+        return self.row(problem).program(problem, device)
+
+
 DIMS = (32, 64, 96, 128, 192, 256)
-ROWS = tuple(HopperForward(dtype, dim, values) for dtype in ("bf16", "f16") for dim in DIMS
-             for values in DIMS)
-BACKWARD = tuple(HopperBackward(dtype, dim, values) for dtype in ("bf16", "f16")
-                 for dim in DIMS for values in DIMS)
+ROWS: tuple[Row, ...] = (
+    *(HopperForward(dtype, dim, dim) for dtype in ("bf16", "f16") for dim in DIMS),
+    *(HopperMixed(dtype, False) for dtype in ("bf16", "f16")))
+BACKWARD: tuple[Row, ...] = (
+    *(HopperBackward(dtype, dim, dim) for dtype in ("bf16", "f16") for dim in DIMS),
+    *(HopperMixed(dtype, True) for dtype in ("bf16", "f16")))
