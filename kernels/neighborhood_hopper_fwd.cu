@@ -13,23 +13,24 @@
 //           common/neighborhood_hopper.cuh. A box of positions of a dilation group is a strided box
 //           of tokens, which the copy engine takes: nothing is permuted
 //
-//                 keys              shared memory: kOwned q; kStages of k and of v, each in blocks of
-//               +---------+         64 or 32 features: [block][positions][128 or 64 bytes], swizzled
-//    queries 64 | s, p    |         registers of a warpgroup: s 64 x keys, o 64 x kValues, p as 16-bit
+//                 keys         shared memory: kOwned q; kStages of k and of v, each in blocks of 64
+//               +---------+    or 32 features, [block][positions][128 or 64 bytes], swizzled
+//    queries 64 | s, p    |    registers of a warpgroup: s 64 x keys, o 64 x kValues, p as 16-bit
 //               +---------+
 //
+// Spare     features up to whole blocks arrive as zeros, spare columns of o are dropped
 // Pipeline  producer  warp 0: empty -> ask for k, v -> full; warp 1: the next tile's plan and its q
-//           consumer, one block a multiprocessor:  s(i) = q k(i)^T  and  o += p(i - 1) v(i - 1)  are
-//                     issued together; the softmax of s(i) runs while the second product does, and
-//                     under the other warpgroup's products: they take turns to ask for theirs. So
-//                     does the end of a tile
-//           consumer, two blocks:  s(i), its softmax, o += p(i) v(i), one after the other: the three
-//                     other warps of a scheduler have work meanwhile
+//           consumer, one block a multiprocessor:  s(i) = q k(i)^T  and  o += p(i - 1) v(i - 1)
+//                     are issued together; the softmax of s(i) runs while the second product does,
+//                     and under the other warpgroup's products: they take turns to ask for theirs.
+//                     So does the end of a tile
+//           consumer, two blocks:  s(i), its softmax, o += p(i) v(i), one after the other: the
+//                     three other warps of a scheduler have work meanwhile
 // Masks     a key box that lies inside every window of a warpgroup's queries needs none, one that
 //           none of them sees is passed over. Otherwise a score counts where the key's position is
 //           in [start, end) of the query on each axis
-// Not finite  a NaN beside the window would reach o by 0 * NaN: rows that are not finite are computed
-//           again, key by key
+// Not finite  a NaN beside the window would reach o by 0 * NaN: rows that are not finite are
+//           computed again, key by key
 // Limits    sm_90a; strides in 16 bytes
 #include "common/features.cuh"
 #include "common/neighborhood_hopper.cuh"
