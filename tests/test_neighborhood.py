@@ -599,7 +599,7 @@ HOPPER = (
                  head_dim=72, batch=2),
     Neighborhood("mixed", "wider keys than values", (20, 37), (13, 9), stride=(2, 1),
                  head_dim=192, value_dim=128),
-    Neighborhood("mixed_spare", "wider values, spare features of both", (150,), 70,
+    Neighborhood("mixed_spare", "wider values, spare features of both", (150,), 71,
                  boundary="clip", head_dim=24, value_dim=136),
 )
 POISONED = [HOPPER[i] for i in (0, 6, 9, 12, 14)]

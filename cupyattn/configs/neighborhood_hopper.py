@@ -451,7 +451,7 @@ class HopperMixed(Row):
                 return f"{name} {getattr(problem, name)} exceeds {DIMS[-1]}"
         row = self.row(problem)
         if row.dim == row.values:
-            return f"head_dim {problem.head_dim} and value_dim {problem.value_dim} have a row"
+            return f"head_dim {problem.head_dim} and value_dim {problem.value_dim} have another row"
         return row.refuses(problem, device)
 
     def kernels(self) -> tuple[Kernel, ...]:
