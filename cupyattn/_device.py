@@ -62,6 +62,7 @@ def launch_kernel_ex(index: int) -> Callable[..., int] | None:
     return function
 
 
+_TENSOR_BYTES = {"f16": 2, "f32": 4, "bf16": 2, "tf32": 4}
 _TENSOR_TYPES = {"f16": 6, "f32": 7, "bf16": 9, "tf32": 11}  # CU_TENSOR_MAP_DATA_TYPE_...
 
 
@@ -84,7 +85,8 @@ def encode(tensor_map: TensorMap) -> tuple[int, ...]:
               (ctypes.c_ulonglong * rank)(*tensor_map.strides),
               (ctypes.c_uint * rank)(*tensor_map.box),
               (ctypes.c_uint * rank)(*(tensor_map.steps or (1,) * rank))]
-    swizzle, promotion = 3, 2  # 128 bytes both
+    swizzle = {128: 3, 64: 2}[tensor_map.box[0] * _TENSOR_BYTES[tensor_map.dtype]]  # of a row
+    promotion = 2  # 128 bytes
     driver = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
     error = driver.cuTensorMapEncodeTiled(
         ctypes.c_void_p(at), _TENSOR_TYPES[tensor_map.dtype], rank, ctypes.c_void_p(1 << 20),

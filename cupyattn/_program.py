@@ -133,8 +133,8 @@ class TensorMap:
 
     Innermost axis first. `strides` are bytes, of the axes from the second on, multiples of 16; the
     address must be one too. `dtype` may be "tf32": float32 rounded to it on the way. A row of a
-    box takes 128 bytes, and its sixteenths are swizzled. Along an axis every so many elements are
-    taken of a box (`steps`, none unless given).
+    box takes 128 or 64 bytes, and its sixteenths are swizzled. Along an axis every so many elements
+    are taken of a box (`steps`, none unless given).
     """
 
     dtype: str

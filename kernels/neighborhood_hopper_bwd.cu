@@ -8,7 +8,7 @@
 //   dq[i]    = sum_j ds[i,j] k[j]                          j: the keys of query i
 //   dk[j]    = sum_i ds[i,j] q[i]    dv[j] = sum_i p[i,j] dy[i]    i: the queries of key j
 //
-// Shapes    as in neighborhood_fwd.cu, 16-bit, value_dim = head_dim = kDim
+// Shapes    as in neighborhood_fwd.cu, 16-bit; head_dim = kDim, value_dim = kValues, multiples of 8
 // Grid      x: as many blocks as multiprocessors, or tiles if these are fewer. Tiles: boxes of
 //           queries (dq) or keys (dk, dv) of a dilation group, last axis fastest; then groups,
 //           heads (of keys for dk, dv), batch
@@ -29,7 +29,8 @@
 //           together; ds(i) is made while the last runs
 //           dk, dv: s = k q^T and dp = v dy^T are issued together; p is made while dp runs, ds
 //           while dv += p dy does, and then dk += ds q, with the next s and dp behind it where
-//           registers allow: the other warpgroup's products fill the gaps
+//           registers allow: the other warpgroup's products fill the gaps. Where registers do not
+//           hold both sums, a launch makes dk and another dv
 //           first warpgroup: a warp for boxes, one for the next tile's plan, one for its own rows,
 //           one that brings lse and delta (dk, dv), or to L2 what they are made of (dq)
 // Masks     only in boxes that do not lie inside the interval of each of a warpgroup's rows; a
@@ -44,7 +45,6 @@
 //           scores
 #include "common/features.cuh"
 #include "common/neighborhood_hopper.cuh"
-#include "common/wgmma.cuh"
 
 constexpr float kLog2e = 1.4426950408889634f;
 
@@ -56,33 +56,35 @@ __device__ inline float2* sums_of(const NeighborhoodParams& p, const Token& quer
 }
 
 // dq of a query. Keys outside its window are never loaded.
-template <class T, int kDim>
+template <class T, int kDim, int kValues>
 __device__ void differentiate_query(const NeighborhoodParams& p, const Token& query) {
   const int lane = threadIdx.x % 32;
   const float scale = float(p.scale);
   const float2 sums = *sums_of(p, query, query.head);
-  Features<T, kDim / 32> q, dy, k, v, dq;
+  Features<T, (kDim + 31) / 32> q, k, dq;
+  Features<T, (kValues + 31) / 32> dy, v;
   q.load(row_of<const T>(p.q, query, query.head), kDim, lane);
-  dy.load(row_of<const T>(p.dy, query, query.head), kDim, lane);
+  dy.load(row_of<const T>(p.dy, query, query.head), kValues, lane);
   dq.clear();
   for_each_key<T>(p, query, [&](const T* k_row, const T* v_row) {
     k.load(k_row, kDim, lane);
-    v.load(v_row, kDim, lane);
+    v.load(v_row, kValues, lane);
     const float weight = exp2f(fmaf(q.dot(k), scale * kLog2e, -sums.x));
     dq.add(weight * fmaf(dy.dot(v), scale, -sums.y), k);
   });
   dq.store(row_of<T>(p.dq, query, query.head), kDim, lane, 1.0f);
 }
 
-// dk and dv of a key. Queries that do not see it are never loaded.
-template <class T, int kDim>
+// dk and dv of a key, or one of them. Queries that do not see it are never loaded.
+template <class T, int kDim, int kValues, bool kDk, bool kDv>
 __device__ void differentiate_key(const NeighborhoodParams& p, const Token& key) {
   const int lane = threadIdx.x % 32, group = p.heads / p.kv_heads;
   const float scale = float(p.scale);
   const Box queries = box_of<true>(p, key.at);
-  Features<T, kDim / 32> k, v, q, dy, dk, dv;
+  Features<T, (kDim + 31) / 32> k, q, dk;
+  Features<T, (kValues + 31) / 32> v, dy, dv;
   k.load(row_of<const T>(p.k, key, key.head), kDim, lane);
-  v.load(row_of<const T>(p.v, key, key.head), kDim, lane);
+  v.load(row_of<const T>(p.v, key, key.head), kValues, lane);
   dk.clear();
   dv.clear();
   for (int i0 = 0; i0 < queries.count[0]; ++i0) {
@@ -94,7 +96,7 @@ __device__ void differentiate_key(const NeighborhoodParams& p, const Token& key)
                              0};
         for (int head = key.head * group; head < (key.head + 1) * group; ++head) {
           q.load(row_of<const T>(p.q, query, head), kDim, lane);
-          dy.load(row_of<const T>(p.dy, query, head), kDim, lane);
+          dy.load(row_of<const T>(p.dy, query, head), kValues, lane);
           const float2 sums = *sums_of(p, query, head);
           const float weight = exp2f(fmaf(q.dot(k), scale * kLog2e, -sums.x));
           dk.add(weight * fmaf(dy.dot(v), scale, -sums.y), q);
@@ -103,18 +105,26 @@ __device__ void differentiate_key(const NeighborhoodParams& p, const Token& key)
       }
     }
   }
-  dk.store(row_of<T>(p.dk, key, key.head), kDim, lane, 1.0f);
-  dv.store(row_of<T>(p.dv, key, key.head), kDim, lane, 1.0f);
+  if constexpr (kDk) {
+    dk.store(row_of<T>(p.dk, key, key.head), kDim, lane, 1.0f);
+  }
+  if constexpr (kDv) {
+    dv.store(row_of<T>(p.dv, key, key.head), kValues, lane, 1.0f);
+  }
 }
 
 // The inner product of two rows, shared by the four lanes of a row.
-template <class T, int kDim>
+template <class T, int kCount>
 __device__ inline float dot_by_quad(const T* x, const T* y) {
   const int quad = threadIdx.x % 4;
   const bool aligned = reinterpret_cast<unsigned long long>(y) % 16 == 0;  // x always is
   float sum = 0;
-#pragma unroll
-  for (int at = 0; at < kDim; at += 32) {
+  constexpr int kAtOnce = kCount > 128 ? 2 : 4;  // what registers hold
+#pragma unroll kAtOnce
+  for (int at = 0; at < kCount; at += 32) {
+    if (kCount % 32 != 0 && at + quad * 8 >= kCount) {
+      break;
+    }
     const T *from_x = x + at + quad * 8, *from_y = y + at + quad * 8;
     const uint4 a = *reinterpret_cast<const uint4*>(from_x);
     uint4 b;
@@ -150,29 +160,6 @@ __device__ inline void pack_operands(unsigned (&operands)[kColumns / 16][4],
   }
 }
 
-// d (+)= a b^T over all features: 64 rows of a, kSeen of b, in blocks of 64 features.
-template <class T, int kDim, int kCount>
-__device__ inline void multiply_features(float (&d)[kCount], unsigned a, unsigned a_block,
-                                         unsigned b) {
-  const unsigned long long from_a = tile_descriptor(a, 16), from_b = tile_descriptor(b, 16);
-#pragma unroll
-  for (int f = 0; f < kDim / 16; ++f) {
-    multiply_keys<T>(d, from_a + (f / 4 * a_block >> 4) + f % 4 * 2,
-                     from_b + f / 4 * (kCount * 2 * 8) + f % 4 * 2, f != 0);
-  }
-}
-
-// d += operands b: kSeen rows of b, whose features are columns of d.
-template <class T, int kSteps, int kCount>
-__device__ inline void multiply_seen(float (&d)[kCount], const unsigned (&operands)[kSteps][4],
-                                     unsigned b) {
-  const unsigned long long from = tile_descriptor(b, kSteps * 16 * 128);
-#pragma unroll
-  for (int k = 0; k < kSteps; ++k) {
-    multiply_rows<T>(d, operands[k], from + 128 * k, 1);
-  }
-}
-
 template <int kCount>
 __device__ inline void clear(float (&d)[kCount]) {
 #pragma unroll
@@ -187,7 +174,10 @@ template <class Config>
 __device__ void neighborhood_hopper_dq(const NeighborhoodHopperParams& hp) {
   using T = typename Config::T;
   using B = Boxes<Config>;
-  constexpr int kStages = Config::kStages, kDim = Config::kDim, kKeys = B::kSeen;
+  using Scored = typename B::Scored;
+  using Summed = typename B::Summed;
+  constexpr int kDim = Config::kDim, kValues = Config::kValues;
+  constexpr int kStages = Config::kStages, kKeys = B::kSeen;
   constexpr int kGroups = Config::kGroups, kOwned = Config::kOwned;
   static_assert(!Config::kInverse && kGroups == 2 && kStages > 1, "queries own");
   const NeighborhoodParams& p = hp.na;
@@ -197,9 +187,11 @@ __device__ void neighborhood_hopper_dq(const NeighborhoodHopperParams& hp) {
     __trap();  // swizzles count from such a boundary
   }
   // A warpgroup's q, then its dy.
-  const unsigned k_at = own_at + kOwned * kGroups * 2 * B::kPartBytes;
-  const unsigned v_at = k_at + kStages * B::kSeenBytes;
-  const unsigned own_full = v_at + kStages * B::kSeenBytes;
+  constexpr unsigned kQBytes = 64 * Scored::kBytes, kOwnBytes = kQBytes + 64 * Summed::kBytes;
+  constexpr unsigned kKBytes = kKeys * Scored::kBytes, kVBytes = kKeys * Summed::kBytes;
+  const unsigned k_at = own_at + kOwned * kGroups * kOwnBytes;
+  const unsigned v_at = k_at + kStages * kKBytes;
+  const unsigned own_full = v_at + kStages * kVBytes;
   const unsigned own_empty = own_full + 8 * kOwned * kGroups;
   const unsigned k_full = own_empty + 8 * kOwned * kGroups, v_full = k_full + 8 * kStages;
   const unsigned k_empty = v_full + 8 * kStages, v_empty = k_empty + 8 * kStages;
@@ -237,13 +229,13 @@ __device__ void neighborhood_hopper_dq(const NeighborhoodHopperParams& hp) {
         for (int i = 0; i < place.count; ++i, ++it, walk.next()) {
           const unsigned stage = it % kStages, parity = (it / kStages & 1) ^ 1;
           barrier_wait(k_empty + 8 * stage, parity);
-          barrier_expect(k_full + 8 * stage, B::kSeenBytes);
-          load_positions<Config, kKeys>(hp, hp.k_map, place, kv_head, p.kv_heads, hp.k_heads_first,
-                                        walk.at, k_at + stage * B::kSeenBytes, k_full + 8 * stage);
+          barrier_expect(k_full + 8 * stage, kKBytes);
+          load_positions<Scored, kKeys>(hp, hp.k_map, place, kv_head, p.kv_heads, hp.k_heads_first,
+                                        walk.at, k_at + stage * kKBytes, k_full + 8 * stage);
           barrier_wait(v_empty + 8 * stage, parity);
-          barrier_expect(v_full + 8 * stage, B::kSeenBytes);
-          load_positions<Config, kKeys>(hp, hp.v_map, place, kv_head, p.kv_heads, hp.v_heads_first,
-                                        walk.at, v_at + stage * B::kSeenBytes, v_full + 8 * stage);
+          barrier_expect(v_full + 8 * stage, kVBytes);
+          load_positions<Summed, kKeys>(hp, hp.v_map, place, kv_head, p.kv_heads, hp.v_heads_first,
+                                        walk.at, v_at + stage * kVBytes, v_full + 8 * stage);
         }
       });
     } else if (threadIdx.x / 32 == 1) {
@@ -252,12 +244,12 @@ __device__ void neighborhood_hopper_dq(const NeighborhoodHopperParams& hp) {
       plans.for_each([&](const BoxPlan<Config>& plan, unsigned tile) {
         for (int group = 0; group < kGroups; ++group) {
           const unsigned slot = tile % kOwned * kGroups + group, full = own_full + 8 * slot;
-          const unsigned to = own_at + slot * (2 * B::kPartBytes);
+          const unsigned to = own_at + slot * kOwnBytes;
           barrier_wait(own_empty + 8 * slot, (tile / kOwned & 1) ^ 1);
-          barrier_expect(full, 2 * B::kPartBytes);
-          load_part(hp, hp.q_map, plan.place, group, p.heads, hp.q_heads_first, to, full);
-          load_part(hp, hp.dy_map, plan.place, group, p.heads, hp.dy_heads_first,
-                    to + B::kPartBytes, full);
+          barrier_expect(full, kOwnBytes);
+          load_part<Scored>(hp, hp.q_map, plan.place, group, p.heads, hp.q_heads_first, to, full);
+          load_part<Summed>(hp, hp.dy_map, plan.place, group, p.heads, hp.dy_heads_first,
+                            to + kQBytes, full);
         }
       });
     } else if (threadIdx.x / 32 == 3) {
@@ -266,7 +258,7 @@ __device__ void neighborhood_hopper_dq(const NeighborhoodHopperParams& hp) {
           Token query;
           plan.place.token(p, row, query);
           const T* y = row_of<const T>(p.y, query, query.head);
-          for (int i = 0; i < kDim; i += 16) {
+          for (int i = 0; i < kValues; i += 16) {
             prefetch_to_l2(y + i);
           }
           prefetch_to_l2(row_of<const float>(p.lse, query, query.head));
@@ -280,12 +272,12 @@ __device__ void neighborhood_hopper_dq(const NeighborhoodHopperParams& hp) {
   const int lane = threadIdx.x % 32, quad = lane % 4;
   const int first_row = warpgroup * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;
   const float scale = float(p.scale);
-  float s[kKeys / 2], dp[kKeys / 2], dq[kDim / 2];
+  float s[kKeys / 2], dp[kKeys / 2], dq[Scored::kAll / 2];
   unsigned ds[kKeys / 16][4];
   unsigned it = 0;  // box of the block
   const auto add_keys = [&](unsigned box) {
     warpgroup_arrive();
-    multiply_seen<T>(dq, ds, k_at + box % kStages * B::kSeenBytes);
+    multiply_seen<T>(dq, ds, rows_at<Scored, kKeys>(k_at + box % kStages * kKBytes));
     warpgroup_commit();
   };
 
@@ -298,7 +290,7 @@ __device__ void neighborhood_hopper_dq(const NeighborhoodHopperParams& hp) {
     for (int i = 0; i < 2; ++i) {
       Token query;
       const bool has = place.token(p, row0 + 8 * i, query);
-      delta[i] = dot_by_quad<T, kDim>(row_of<const T>(p.dy, query, query.head),
+      delta[i] = dot_by_quad<T, kValues>(row_of<const T>(p.dy, query, query.head),
                                       row_of<const T>(p.y, query, query.head));
       if (p.dlse.data != nullptr) {
         delta[i] -= *row_of<const float>(p.dlse, query, query.head);
@@ -310,16 +302,18 @@ __device__ void neighborhood_hopper_dq(const NeighborhoodHopperParams& hp) {
       }
     }
     const unsigned slot = tile % kOwned * kGroups + warpgroup;
-    const unsigned q_now = own_at + slot * (2 * B::kPartBytes), dy_now = q_now + B::kPartBytes;
+    const unsigned q_now = own_at + slot * kOwnBytes, dy_now = q_now + kQBytes;
     const auto start_scores = [&]() {
       const unsigned stage = it % kStages, parity = it / kStages & 1;
       barrier_wait(k_full + 8 * stage, parity);
       warpgroup_arrive();
-      multiply_features<T, kDim>(s, q_now, 64 * 128, k_at + stage * B::kSeenBytes);
+      multiply_features<T, kDim>(s, features_at<Scored>(q_now),
+                                 features_at<Scored>(k_at + stage * kKBytes));
       warpgroup_commit();
       barrier_wait(v_full + 8 * stage, parity);
       warpgroup_arrive();
-      multiply_features<T, kDim>(dp, dy_now, 64 * 128, v_at + stage * B::kSeenBytes);
+      multiply_features<T, kValues>(dp, features_at<Summed>(dy_now),
+                                    features_at<Summed>(v_at + stage * kVBytes));
       warpgroup_commit();
     };
     BoxWalk<Config> walk(place);
@@ -390,9 +384,9 @@ __device__ void neighborhood_hopper_dq(const NeighborhoodHopperParams& hp) {
     for (int i = 0; i < 2; ++i) {
       Token mine;
       const bool has = place.token(p, row0 + 8 * i, mine);
-      const bool finite = store_row(row_of<T>(p.dq, mine, mine.head), has, i, dq);
+      const bool finite = store_row<T, kDim>(row_of<T>(p.dq, mine, mine.head), has, i, dq);
       for_each_row(has && !finite, mine, [&](const Token& query) {
-        differentiate_query<T, kDim>(p, query);
+        differentiate_query<T, kDim, kValues>(p, query);
       });
     }
   });
@@ -404,12 +398,17 @@ template <class Config>
 __device__ void neighborhood_hopper_dkdv(const NeighborhoodHopperParams& hp) {
   using T = typename Config::T;
   using B = Boxes<Config>;
-  constexpr int kStages = Config::kStages, kDim = Config::kDim, kQueries = B::kSeen;
+  using Scored = typename B::Scored;
+  using Summed = typename B::Summed;
+  constexpr int kDim = Config::kDim, kValues = Config::kValues;
+  constexpr bool kDk = Config::kDk, kDv = Config::kDv;  // made here
+  constexpr int kSums = (kDk ? Scored::kAll : 0) + (kDv ? Summed::kAll : 0);  // columns of them
+  constexpr int kStages = Config::kStages, kQueries = B::kSeen;
   constexpr int kGroups = Config::kGroups, kOwned = Config::kOwned;
-  constexpr int kStageBytes = 2 * B::kSeenBytes;
   // Whether registers (s, dp, operands; dk, dv) let the next scores be asked for before dk is
   // there.
-  constexpr bool kAhead = kQueries * 5 / 4 + kDim <= 164;
+  constexpr bool kAhead = kQueries * (kDk ? 5 : 3) / 4 + kSums / 2 <= 164;
+  constexpr bool kFew = kSums < 256 || kDk != kDv;  // registers, leaving more to those that load
   static_assert(Config::kInverse && kGroups == 2 && kStages > 1, "keys own");
   const NeighborhoodParams& p = hp.na;
   extern __shared__ unsigned char memory[];
@@ -417,8 +416,12 @@ __device__ void neighborhood_hopper_dkdv(const NeighborhoodHopperParams& hp) {
   if (own_at % 1024 != 0) {
     __trap();  // swizzles count from such a boundary
   }
-  // A warpgroup's k, then its v; stages of q and dy; lse and delta of a stage's queries.
-  const unsigned stages = own_at + kOwned * kGroups * 2 * B::kPartBytes;
+  // A warpgroup's k, then its v (for dk); stages of q and dy; lse and delta of a stage's queries.
+  constexpr unsigned kKBytes = 64 * Scored::kBytes;
+  constexpr unsigned kOwnBytes = kKBytes + (kDk ? 64 * Summed::kBytes : 0);
+  constexpr unsigned kQBytes = kQueries * Scored::kBytes;
+  constexpr unsigned kStageBytes = kQBytes + kQueries * Summed::kBytes;
+  const unsigned stages = own_at + kOwned * kGroups * kOwnBytes;
   const unsigned sums_at = stages + kStages * kStageBytes;
   const unsigned own_full = sums_at + kStages * kQueries * 8;
   const unsigned own_empty = own_full + 8 * kOwned * kGroups;
@@ -448,7 +451,7 @@ __device__ void neighborhood_hopper_dkdv(const NeighborhoodHopperParams& hp) {
   __syncthreads();  // barriers can be used
 
   if (warpgroup < 0) {
-    fewer_registers<kDim == 64 ? 40 : 24>();
+    fewer_registers<kFew ? 40 : 24>();
     unsigned it = 0;  // box of the block
     if (threadIdx.x == 0) {
       plans.for_each([&](const BoxPlan<Config>& plan, unsigned) {
@@ -460,10 +463,10 @@ __device__ void neighborhood_hopper_dkdv(const NeighborhoodHopperParams& hp) {
           const unsigned stage = it % kStages, at = stages + stage * kStageBytes;
           barrier_wait(empty + 8 * stage, (it / kStages & 1) ^ 1);
           barrier_expect(full + 8 * stage, kStageBytes);
-          load_positions<Config, kQueries>(hp, hp.q_map, place, head, p.heads, hp.q_heads_first,
+          load_positions<Scored, kQueries>(hp, hp.q_map, place, head, p.heads, hp.q_heads_first,
                                            walk.at, at, full + 8 * stage);
-          load_positions<Config, kQueries>(hp, hp.dy_map, place, head, p.heads, hp.dy_heads_first,
-                                           walk.at, at + B::kSeenBytes, full + 8 * stage);
+          load_positions<Summed, kQueries>(hp, hp.dy_map, place, head, p.heads, hp.dy_heads_first,
+                                           walk.at, at + kQBytes, full + 8 * stage);
         }
       });
     } else if (threadIdx.x / 32 == 1) {
@@ -472,12 +475,14 @@ __device__ void neighborhood_hopper_dkdv(const NeighborhoodHopperParams& hp) {
       plans.for_each([&](const BoxPlan<Config>& plan, unsigned tile) {
         for (int group = 0; group < kGroups; ++group) {
           const unsigned slot = tile % kOwned * kGroups + group, own = own_full + 8 * slot;
-          const unsigned to = own_at + slot * (2 * B::kPartBytes);
+          const unsigned to = own_at + slot * kOwnBytes;
           barrier_wait(own_empty + 8 * slot, (tile / kOwned & 1) ^ 1);
-          barrier_expect(own, 2 * B::kPartBytes);
-          load_part(hp, hp.k_map, plan.place, group, p.kv_heads, hp.k_heads_first, to, own);
-          load_part(hp, hp.v_map, plan.place, group, p.kv_heads, hp.v_heads_first,
-                    to + B::kPartBytes, own);
+          barrier_expect(own, kOwnBytes);
+          load_part<Scored>(hp, hp.k_map, plan.place, group, p.kv_heads, hp.k_heads_first, to, own);
+          if constexpr (kDk) {
+            load_part<Summed>(hp, hp.v_map, plan.place, group, p.kv_heads, hp.v_heads_first,
+                              to + kKBytes, own);
+          }
         }
       });
     } else if (threadIdx.x / 32 == 3) {
@@ -513,11 +518,11 @@ __device__ void neighborhood_hopper_dkdv(const NeighborhoodHopperParams& hp) {
     return;
   }
 
-  more_registers<kDim == 64 ? 232 : 240>();
+  more_registers<kFew ? 232 : 240>();
   const int lane = threadIdx.x % 32, quad = lane % 4;
   const int first_row = warpgroup * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;
   const float scale = float(p.scale), scale2 = scale * kLog2e;
-  float s[kQueries / 2], dp[kQueries / 2], dk[kDim / 2], dv[kDim / 2];
+  float s[kQueries / 2], dp[kQueries / 2], dk[Scored::kAll / 2], dv[Summed::kAll / 2];
   unsigned operands[kQueries / 16][4];  // p, then ds
   unsigned it = 0;                      // box of the block
 
@@ -526,18 +531,21 @@ __device__ void neighborhood_hopper_dkdv(const NeighborhoodHopperParams& hp) {
     const int total = place.count * place.shared_heads;
     int row0 = again(first_row);
     const unsigned slot = tile % kOwned * kGroups + warpgroup;
-    const unsigned k_now = own_at + slot * (2 * B::kPartBytes), v_now = k_now + B::kPartBytes;
+    const unsigned k_now = own_at + slot * kOwnBytes, v_now = k_now + kKBytes;
     BoxWalk<Config> walk(place);
     const auto start_scores = [&]() {
       const unsigned stage = it % kStages, q_at = stages + stage * kStageBytes;
       barrier_wait(full + 8 * stage, it / kStages & 1);
       warpgroup_arrive();
-      multiply_features<T, kDim>(s, k_now, 64 * 128, q_at);
+      multiply_features<T, kDim>(s, features_at<Scored>(k_now), features_at<Scored>(q_at));
       warpgroup_commit();
-      multiply_features<T, kDim>(dp, v_now, 64 * 128, q_at + B::kSeenBytes);
-      warpgroup_commit();
+      if constexpr (kDk) {
+        multiply_features<T, kValues>(dp, features_at<Summed>(v_now),
+                                      features_at<Summed>(q_at + kQBytes));
+        warpgroup_commit();
+      }
     };
-    // From scores to dk, which is left to be waited for.
+    // From scores to the last sum, which is left to be waited for.
     const auto differentiate = [&]() {
       const unsigned stage = it % kStages, q_at = stages + stage * kStageBytes;
       const float* of_stage = sums + stage * kQueries * 2 + 2 * quad;
@@ -556,10 +564,15 @@ __device__ void neighborhood_hopper_dkdv(const NeighborhoodHopperParams& hp) {
         }
       }
       pack_operands<T, kQueries>(operands, s);
-      warpgroup_arrive();
-      multiply_seen<T>(dv, operands, q_at + B::kSeenBytes);
-      warpgroup_commit();
-      warpgroup_wait<1>();  // dp
+      if constexpr (kDv) {
+        warpgroup_arrive();
+        multiply_seen<T>(dv, operands, rows_at<Summed, kQueries>(q_at + kQBytes));
+        warpgroup_commit();
+      }
+      if constexpr (!kDk) {
+        return;
+      }
+      warpgroup_wait<kDv>();  // dp
       hold(dp);
 #pragma unroll
       for (int j = 0; j < kQueries / 8; ++j) {
@@ -573,7 +586,7 @@ __device__ void neighborhood_hopper_dkdv(const NeighborhoodHopperParams& hp) {
       warpgroup_wait<0>();
       pack_operands<T, kQueries>(operands, s);
       warpgroup_arrive();
-      multiply_seen<T>(dk, operands, q_at);
+      multiply_seen<T>(dk, operands, rows_at<Scored, kQueries>(q_at));
       warpgroup_commit();
     };
 
@@ -592,7 +605,7 @@ __device__ void neighborhood_hopper_dkdv(const NeighborhoodHopperParams& hp) {
         continue;
       }
       start_scores();
-      warpgroup_wait<1>();  // s
+      warpgroup_wait<kDk>();  // s
       differentiate();
       ++it;
       for (++i; i < total && !walk.is_outside(warpgroup); ++i, ++it) {
@@ -601,7 +614,7 @@ __device__ void neighborhood_hopper_dkdv(const NeighborhoodHopperParams& hp) {
           arrive_by_warp(empty + 8 * ((it - 1) % kStages));
         }
         start_scores();
-        warpgroup_wait<1>();  // dk, then s
+        warpgroup_wait<kDk>();  // the last sum, then s
         if constexpr (kAhead) {
           arrive_by_warp(empty + 8 * ((it - 1) % kStages));
         }
@@ -610,8 +623,12 @@ __device__ void neighborhood_hopper_dkdv(const NeighborhoodHopperParams& hp) {
       warpgroup_wait<0>();
       arrive_by_warp(empty + 8 * ((it - 1) % kStages));
     }
-    hold(dk);
-    hold(dv);
+    if constexpr (kDk) {
+      hold(dk);
+    }
+    if constexpr (kDv) {
+      hold(dv);
+    }
     arrive_by_warp(own_empty + 8 * slot);
 
     row0 = again(row0);
@@ -619,10 +636,16 @@ __device__ void neighborhood_hopper_dkdv(const NeighborhoodHopperParams& hp) {
     for (int i = 0; i < 2; ++i) {
       Token mine;
       const bool has = place.token(p, row0 + 8 * i, mine);
-      bool finite = store_row(row_of<T>(p.dk, mine, mine.head), has, i, dk);
-      finite = store_row(row_of<T>(p.dv, mine, mine.head), has, i, dv) && finite;
-      for_each_row(has && !finite, mine,
-                   [&](const Token& key) { differentiate_key<T, kDim>(p, key); });
+      bool finite = true;
+      if constexpr (kDk) {
+        finite = store_row<T, kDim>(row_of<T>(p.dk, mine, mine.head), has, i, dk);
+      }
+      if constexpr (kDv) {
+        finite = store_row<T, kValues>(row_of<T>(p.dv, mine, mine.head), has, i, dv) && finite;
+      }
+      for_each_row(has && !finite, mine, [&](const Token& key) {
+        differentiate_key<T, kDim, kValues, kDk, kDv>(p, key);
+      });
     }
   });
 }

@@ -1,9 +1,10 @@
-// neighborhood_hopper_fwd.cu: neighborhood attention, forward, by TMA and warpgroup products (sm_90a).
+// neighborhood_hopper_fwd.cu: neighborhood attention, forward, by TMA and warpgroup products
+// (sm_90a).
 //
 //   s[j] = scale * <q, k[j]>  for j in window(query)
 //   y    = sum_j softmax(s)[j] v[j]         lse = log sum_j exp s[j]
 //
-// Shapes    as in neighborhood_fwd.cu, 16-bit, value_dim = head_dim = kDim
+// Shapes    as in neighborhood_fwd.cu, 16-bit; head_dim = kDim, value_dim = kValues, multiples of 8
 // Grid      x: kBlocks for each multiprocessor, or tiles if these are fewer. Tiles: query boxes
 //           of a dilation group, last axis fastest; then groups, heads, batch: blocks work on
 //           neighbouring queries of one head at a time, whose keys are in L2
@@ -12,34 +13,38 @@
 //           common/neighborhood_hopper.cuh. A box of positions of a dilation group is a strided box
 //           of tokens, which the copy engine takes: nothing is permuted
 //
-//                 keys              shared memory: kOwned q; kStages of k and of v, each in blocks of
-//               +---------+         64 features: [kDim / 64][positions][128 bytes], swizzled
-//    queries 64 | s, p    |         registers of a warpgroup: s 64 x keys, o 64 x kDim, p as 16-bit
+//                 keys         shared memory: kOwned q; kStages of k and of v, each in blocks of 64
+//               +---------+    or 32 features, [block][positions][128 or 64 bytes], swizzled
+//    queries 64 | s, p    |    registers of a warpgroup: s 64 x keys, o 64 x kValues, p as 16-bit
 //               +---------+
 //
+// Spare     features up to whole blocks arrive as zeros, spare columns of o are dropped
 // Pipeline  producer  warp 0: empty -> ask for k, v -> full; warp 1: the next tile's plan and its q
-//           consumer, one block a multiprocessor:  s(i) = q k(i)^T  and  o += p(i - 1) v(i - 1)  are
-//                     issued together; the softmax of s(i) runs while the second product does, and
-//                     under the other warpgroup's products: they take turns to ask for theirs. So
-//                     does the end of a tile
-//           consumer, two blocks:  s(i), its softmax, o += p(i) v(i), one after the other: the three
-//                     other warps of a scheduler have work meanwhile
+//           consumer, one block a multiprocessor:  s(i) = q k(i)^T  and  o += p(i - 1) v(i - 1)
+//                     are issued together; the softmax of s(i) runs while the second product does,
+//                     and under the other warpgroup's products: they take turns to ask for theirs.
+//                     So does the end of a tile
+//           consumer, two blocks:  s(i), its softmax, o += p(i) v(i), one after the other: the
+//                     three other warps of a scheduler have work meanwhile
 // Masks     a key box that lies inside every window of a warpgroup's queries needs none, one that
 //           none of them sees is passed over. Otherwise a score counts where the key's position is
 //           in [start, end) of the query on each axis
-// Not finite  a NaN beside the window would reach o by 0 * NaN: rows that are not finite are computed
-//           again, key by key
+// Not finite  a NaN beside the window would reach o by 0 * NaN: rows that are not finite are
+//           computed again, key by key
 // Limits    sm_90a; strides in 16 bytes
 #include "common/features.cuh"
 #include "common/neighborhood_hopper.cuh"
 #include "common/softmax.cuh"
-#include "common/wgmma.cuh"
 
 template <class Config>
 __device__ void neighborhood_hopper_fwd(const NeighborhoodHopperParams& hp) {
   using T = typename Config::T;
   using B = Boxes<Config>;
-  constexpr int kStages = Config::kStages, kDim = Config::kDim, kKeys = B::kSeen;
+  using Scored = typename B::Scored;
+  using Summed = typename B::Summed;
+  constexpr int kStages = Config::kStages, kKeys = B::kSeen, kOutputs = Summed::kAll;
+  constexpr int kQBytes = 64 * Scored::kBytes;  // of a warpgroup
+  constexpr int kKBytes = kKeys * Scored::kBytes, kVBytes = kKeys * Summed::kBytes;
   constexpr int kGroups = Config::kGroups, kOwned = Config::kOwned;
   static_assert(!Config::kInverse && kStages > 1, "queries own");
   constexpr bool kTurns = Config::kBlocks == 1;
@@ -49,9 +54,9 @@ __device__ void neighborhood_hopper_fwd(const NeighborhoodHopperParams& hp) {
   if (q_at % 1024 != 0) {
     __trap();  // swizzles count from such a boundary
   }
-  const unsigned k_at = q_at + kOwned * kGroups * B::kPartBytes;
-  const unsigned v_at = k_at + kStages * B::kSeenBytes;
-  const unsigned q_full = v_at + kStages * B::kSeenBytes, q_empty = q_full + 8 * kOwned * kGroups;
+  const unsigned k_at = q_at + kOwned * kGroups * kQBytes;
+  const unsigned v_at = k_at + kStages * kKBytes;
+  const unsigned q_full = v_at + kStages * kVBytes, q_empty = q_full + 8 * kOwned * kGroups;
   const unsigned k_full = q_empty + 8 * kOwned * kGroups, v_full = k_full + 8 * kStages;
   const unsigned k_empty = v_full + 8 * kStages, v_empty = k_empty + 8 * kStages;
   const Plans<Config> plans(memory, v_empty + 8 * kStages);
@@ -89,13 +94,13 @@ __device__ void neighborhood_hopper_fwd(const NeighborhoodHopperParams& hp) {
         for (int i = 0; i < place.count; ++i, ++it, walk.next()) {
           const unsigned stage = it % kStages, parity = (it / kStages & 1) ^ 1;
           barrier_wait(k_empty + 8 * stage, parity);
-          barrier_expect(k_full + 8 * stage, B::kSeenBytes);
-          load_positions<Config, kKeys>(hp, hp.k_map, place, kv_head, p.kv_heads, hp.k_heads_first,
-                                        walk.at, k_at + stage * B::kSeenBytes, k_full + 8 * stage);
+          barrier_expect(k_full + 8 * stage, kKBytes);
+          load_positions<Scored, kKeys>(hp, hp.k_map, place, kv_head, p.kv_heads, hp.k_heads_first,
+                                        walk.at, k_at + stage * kKBytes, k_full + 8 * stage);
           barrier_wait(v_empty + 8 * stage, parity);
-          barrier_expect(v_full + 8 * stage, B::kSeenBytes);
-          load_positions<Config, kKeys>(hp, hp.v_map, place, kv_head, p.kv_heads, hp.v_heads_first,
-                                        walk.at, v_at + stage * B::kSeenBytes, v_full + 8 * stage);
+          barrier_expect(v_full + 8 * stage, kVBytes);
+          load_positions<Summed, kKeys>(hp, hp.v_map, place, kv_head, p.kv_heads, hp.v_heads_first,
+                                        walk.at, v_at + stage * kVBytes, v_full + 8 * stage);
         }
       });
     } else if (threadIdx.x % 128 / 32 == 1) {
@@ -103,9 +108,9 @@ __device__ void neighborhood_hopper_fwd(const NeighborhoodHopperParams& hp) {
         for (int group = 0; group < kGroups; ++group) {
           const unsigned slot = tile % kOwned * kGroups + group;
           barrier_wait(q_empty + 8 * slot, (tile / kOwned & 1) ^ 1);
-          barrier_expect(q_full + 8 * slot, B::kPartBytes);
-          load_part(hp, hp.q_map, plan.place, group, p.heads, hp.q_heads_first,
-                    q_at + slot * B::kPartBytes, q_full + 8 * slot);
+          barrier_expect(q_full + 8 * slot, kQBytes);
+          load_part<Scored>(hp, hp.q_map, plan.place, group, p.heads, hp.q_heads_first,
+                            q_at + slot * kQBytes, q_full + 8 * slot);
         }
       });
     }
@@ -118,7 +123,7 @@ __device__ void neighborhood_hopper_fwd(const NeighborhoodHopperParams& hp) {
   const int lane = threadIdx.x % 32, quad = lane % 4;
   const int row0 = warpgroup * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;  // and row0 + 8
   const float scale = float(p.scale * 1.4426950408889634);  // scores in base 2
-  float s[kKeys / 2], o[kDim / 2], factor[2], largest[2], sum[2];
+  float s[kKeys / 2], o[kOutputs / 2], factor[2], largest[2], sum[2];
   unsigned weights[kKeys / 16][4];
   // Warpgroups of a block alone take turns to ask for products, so that the softmax of one runs
   // under the products of the other: one turn each for every box, also for those passed over.
@@ -139,25 +144,18 @@ __device__ void neighborhood_hopper_fwd(const NeighborhoodHopperParams& hp) {
   const auto start_scores = [&]() {
     const unsigned stage = __shfl_sync(0xffffffffu, it % kStages, 0);
     barrier_wait(k_full + 8 * stage, it / kStages & 1);
-    const unsigned long long q = tile_descriptor(q_now, 16);
-    const unsigned long long k = tile_descriptor(k_at + stage * B::kSeenBytes, 16);
+    const unsigned long long q = features_at<Scored>(q_now);
+    const unsigned long long k = features_at<Scored>(k_at + stage * kKBytes);
     warpgroup_arrive();
-#pragma unroll
-    for (int d = 0; d < kDim / 16; ++d) {
-      const int within = d % 4 * 2;
-      multiply_keys<T>(s, q + d / 4 * (64 * 8) + within, k + d / 4 * (kKeys * 8) + within, d != 0);
-    }
+    multiply_features<T, Config::kDim>(s, q, k);
     warpgroup_commit();
   };
   const auto add_values = [&](unsigned box) {
     const unsigned stage = __shfl_sync(0xffffffffu, box % kStages, 0);
     barrier_wait(v_full + 8 * stage, box / kStages & 1);
-    const unsigned long long v = tile_descriptor(v_at + stage * B::kSeenBytes, kKeys * 128);
+    const unsigned long long v = rows_at<Summed, kKeys>(v_at + stage * kVBytes);
     warpgroup_arrive();
-#pragma unroll
-    for (int k = 0; k < kKeys / 16; ++k) {
-      multiply_rows<T>(o, weights[k], v + 128 * k, 1);
-    }
+    multiply_seen<T>(o, weights, v);
     warpgroup_commit();
   };
   const auto softmax = [&](BoxWalk<Config>& walk, const RowIntervals<Config>& rows) {
@@ -194,7 +192,7 @@ __device__ void neighborhood_hopper_fwd(const NeighborhoodHopperParams& hp) {
   const auto rescale_and_pack = [&]() {
     hold(o);
 #pragma unroll
-    for (int r = 0; r < kDim / 2; ++r) {
+    for (int r = 0; r < kOutputs / 2; ++r) {
       o[r] *= factor[r / 2 % 2];
     }
 #pragma unroll
@@ -210,7 +208,7 @@ __device__ void neighborhood_hopper_fwd(const NeighborhoodHopperParams& hp) {
     const BoxPlace<Config>& place = plan.place;
     const int boxes = place.count;
     const unsigned slot = tile % kOwned * kGroups + warpgroup;
-    q_now = __shfl_sync(0xffffffffu, q_at + slot * B::kPartBytes, 0);
+    q_now = __shfl_sync(0xffffffffu, q_at + slot * kQBytes, 0);
     barrier_wait(q_full + 8 * slot, tile / kOwned & 1);
     BoxWalk<Config> walk(place);
 #pragma unroll
@@ -219,7 +217,7 @@ __device__ void neighborhood_hopper_fwd(const NeighborhoodHopperParams& hp) {
       sum[i] = 0;
     }
 #pragma unroll
-    for (int r = 0; r < kDim / 2; ++r) {
+    for (int r = 0; r < kOutputs / 2; ++r) {
       o[r] = 0;
     }
     for (int i = 0; i < boxes;) {
@@ -272,7 +270,7 @@ __device__ void neighborhood_hopper_fwd(const NeighborhoodHopperParams& hp) {
       const float lse = (largest[i] * scale + log2f(sum[i])) * 0.6931471805599453f;
       const float inverse = 1.0f / sum[i];
 #pragma unroll
-      for (int r = 2 * i; r < kDim / 2; r += 4) {
+      for (int r = 2 * i; r < kOutputs / 2; r += 4) {
         o[r] *= inverse;
         o[r + 1] *= inverse;
       }
@@ -281,10 +279,11 @@ __device__ void neighborhood_hopper_fwd(const NeighborhoodHopperParams& hp) {
       if (has && quad == 0 && p.lse.data != nullptr) {
         *row_of<float>(p.lse, mine, mine.head) = lse;
       }
-      const bool finite = store_row(row_of<T>(p.y, mine, mine.head), has, i, o) && is_finite(lse);
+      T* const y = row_of<T>(p.y, mine, mine.head);
+      const bool finite = store_row<T, Config::kValues>(y, has, i, o) && is_finite(lse);
       // The plain way: the warp computes one row after the other.
       for_each_row(has && !finite, mine, [&](const Token& query) {
-        attend_plainly<T, kDim>(p, query);
+        attend_plainly<T, B::kMost>(p, query);
       });
     }
   });

@@ -13,7 +13,8 @@ import pytest
 from cupyattn import _jit, _select
 from cupyattn._errors import KernelError
 from cupyattn._program import Device, Kernel, Layout
-from cupyattn.configs import fused_neighborhood, linear, multi_token, neighborhood, rope
+from cupyattn.configs import (fused_neighborhood, linear, multi_token, neighborhood,
+                              neighborhood_hopper, rope)
 from cupyattn.configs.neighborhood_problem import visits
 
 H200 = Device(0, "NVIDIA H200", (9, 0), 132, 232448, 60 << 20)
@@ -58,22 +59,24 @@ def report(kernel: Kernel, target: str) -> tuple[int, int, int]:
             int(shared[1]) if shared else 0)
 
 
-def _compile_all(target: str) -> dict[str, tuple[int, int, int] | str]:
-    wanted = [k for k in KERNELS.values() if k.target is None or k.target.rstrip("a") == target]
-    reports = {}
-    for kernel in wanted:
-        try:
-            reports[kernel.name] = report(kernel, target)
-        except KernelError as error:
-            reports[kernel.name] = str(error)
-    return reports
+def _compile(job: tuple[str, str]) -> tuple[int, int, int] | str:
+    target, name = job
+    try:
+        return report(KERNELS[name], target)
+    except KernelError as error:
+        return str(error)
 
 
 @pytest.fixture(scope="module")
 def reports():
     pytest.importorskip("cupy")
+    jobs = [(target, kernel.name) for target in TARGETS for kernel in KERNELS.values()
+            if kernel.target is None or kernel.target.rstrip("a") == target]
+    found: dict[str, dict[str, tuple[int, int, int] | str]] = {target: {} for target in TARGETS}
     with ProcessPoolExecutor(os.cpu_count()) as pool:
-        return dict(zip(TARGETS, pool.map(_compile_all, TARGETS)))
+        for (target, name), result in zip(jobs, pool.map(_compile, jobs, chunksize=8)):
+            found[target][name] = result
+    return found
 
 
 @pytest.mark.slow
@@ -110,11 +113,12 @@ def attention(dtype, head_dim, value_dim=None, backward=False):
                                 lse=lse if backward else None)
 
 
-def line(dtype, head_dim, window, backward=False, precision="fp32"):
+def line(dtype, head_dim, window, backward=False, value_dim=None, precision="fp32"):
     """One axis of 4096 tokens."""
     x, lse = Layout((1, 4096, 4, head_dim), dtype), Layout((1, 4096, 4), "f32")
-    more = dict(dy=x, y=x, lse=lse) if backward else {}
-    return neighborhood.Problem(x, x, x, (window,), (1,), (1,), (False,), 1.0, "shift", precision,
+    v = Layout((1, 4096, 4, value_dim or head_dim), dtype)
+    more = dict(dy=v, y=v, lse=lse) if backward else {}
+    return neighborhood.Problem(x, x, v, (window,), (1,), (1,), (False,), 1.0, "shift", precision,
                                 **more)
 
 
@@ -160,10 +164,12 @@ def problems(name):
                 for p in products(dtype, precision, *size)]
     if name.startswith("neighborhood"):
         sizes = ((1, 1), (64, 64), (65, 8), (8, 129), (256, 256), (257, 3), (512, 1))
-        lines = ((72, 7), (72, 63), (128, 7), (64, 63), (64, 1024), (128, 1024))
+        lines = ((72, 7), (72, 63), (128, 7), (64, 63),
+                 *((dim, 1024) for dim in neighborhood_hopper.DIMS))
         return [*(attention(d, dim, v, backward) for d in DTYPES for dim, v in sizes),
                 *(line(d, *size, backward) for d in DTYPES for size in lines),
-                line("f32", 64, 63, backward, "tf32")]
+                *(line(d, 192, 1024, backward, 128) for d in DTYPES),
+                line("f32", 64, 63, backward, precision="tf32")]
     if name.startswith("multi_token"):
         sizes = ((4, 9, 3), (4, 512, 3), (4, 1024, 3), (4, 2048, 3), (4, 4096, 3), (8, 9, 3),
                  (8, 2048, 3), (16, 9, 3), (32, 9, 3), (32, 16, 3), (4, 9, 5), (4, 9, 17),
@@ -253,3 +259,70 @@ def test_visits_are_those_of_a_walk(space, window, dilation, stride, causal, own
     mask = oracle.mask(space, kernel_size=window, dilation=dilation, stride=stride, causal=causal)
     assert found.windows == 8 * mask.sum()
     assert str(found).startswith(f"{found.boxes:,} boxes, ")
+
+
+# --- head sizes of the sm_90a rows of neighborhood attention ----------------------------------
+
+PAIRS = list(itertools.product(neighborhood_hopper.DIMS, repeat=2))
+
+
+@pytest.mark.parametrize("kind", [neighborhood_hopper.HopperForward,
+                                  neighborhood_hopper.HopperBackward])
+def test_every_pair_of_head_sizes_fits_the_device(kind):
+    for row in (kind("bf16", *pair) for pair in PAIRS):
+        for part, axes in itertools.product(row.parts, (1, 2, 3)):
+            fits = [n for n in row._sizes(part) if row._bytes(part, axes, n)[1] > 1]
+            assert fits, (row.name, part, axes)
+            for _, stages, memory in (row._bytes(part, axes, n) for n in fits):
+                assert 2 <= stages <= 6
+                assert row.blocks * (memory + 1024) <= 228 << 10 and memory <= H200.shared_memory
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("head_dim, value_dim, name", [
+    (8, 8, "d32"), (40, 64, "d64"), (80, 80, "d96"), (104, 128, "d128"), (136, 192, "d192"),
+    (200, 256, "d256"), (64, 128, "dxv"), (192, 128, "dxv"), (256, 8, "dxv"), (24, 256, "dxv")])
+def test_head_sizes_take_the_row_that_they_fill(head_dim, value_dim, name, backward):
+    table = "neighborhood_bwd" if backward else "neighborhood_fwd"
+    problem = line("bf16", head_dim, 1024, backward, value_dim)
+    row = _select.choose(table, TABLES[table], problem, H200)
+    assert row.name == f"hopper_bf16_{name}"
+    for step in row.program(problem, H200).steps:
+        assert f"kDim = {head_dim};" in " ".join(step.kernel.config)
+        assert f"kValues = {value_dim};" in " ".join(step.kernel.config)
+    assert len(row.notes(problem, H200)) == len(row.program(problem, H200).steps)
+
+
+@pytest.mark.parametrize("head_dim, value_dim, reason", [
+    (36, 36, "head_dim 36 is not a multiple of 8"), (64, 60, "value_dim 60 is not a multiple of 8"),
+    (264, 264, "head_dim 264 exceeds 256"), (64, 512, "value_dim 512 exceeds 256")])
+def test_head_sizes_that_no_sm_90a_row_takes(head_dim, value_dim, reason):
+    problem = line("bf16", head_dim, 1024, False, value_dim)
+    reasons = [why for row, why in _select.refusals(TABLES["neighborhood_fwd"], problem, H200)
+               if row.name.startswith("hopper_bf16")]
+    assert None not in reasons and reason in reasons
+
+
+@pytest.mark.parametrize("shape, memory, extents, strides", [
+    # Heads are an axis, the first axis and the batch another.
+    ((2, 5, 6, 7, 4, 40), "last", (40, 4, 7, 6, 10), (80, 320, 2240, 13440)),
+    ((2, 300, 4, 40), "first", (40, 4, 300, 1, 2), (24000, 80, 16, 96000)),
+    # They do not follow one another: heads go with the batch.
+    ((2, 5, 6, 7, 4, 40), "first", (40, 7, 6, 5, 8), (80, 560, 3360, 16800)),
+])
+def test_maps_of_spare_features_end_with_the_head(shape, memory, extents, strides):
+    """What lies beyond the features of a head arrives as zeros."""
+    order = [0, len(shape) - 2, *range(1, len(shape) - 2), len(shape) - 1]
+    step, found = 1, [0] * len(shape)
+    for axis in reversed(order if memory == "first" else range(len(shape))):
+        found[axis], step = step, step * shape[axis]
+    x, ones = Layout(shape, "bf16", tuple(found)), (1,) * (len(shape) - 3)
+    problem = neighborhood.Problem(x, x, x, shape[1:-2], ones, ones, (False,) * len(ones), 1.0,
+                                   "shift")
+    row = neighborhood_hopper.HopperForward("bf16", 64, 64)
+    assert row.refuses(problem, H200) is None
+    step = row.program(problem, H200).steps[0]
+    for name in ("q", "k", "v"):
+        found = step.maps[f"{name}_map"]
+        assert (found.extents, found.strides) == (extents, strides)
+        assert step.values[f"{name}_heads_first"] == (extents[1] != 4)

@@ -850,7 +850,21 @@ HOPPER = (
     Neighborhood("grid", "two axes", (20, 37), (13, 9), dilation=(1, 2), head_dim=64, batch=2),
     Neighborhood("cube", "three axes", (6, 10, 17), (3, 7, 8), dilation=(2, 1, 2),
                  stride=(1, 2, 3), causal=(False, True, False), head_dim=128),
+    Neighborhood("line_32", "rows of 64 bytes", (300,), 130, head_dim=32, heads=4, kv_heads=2),
+    Neighborhood("grid_96", "three blocks of 32 features", (20, 37), (13, 9), dilation=(1, 2),
+                 head_dim=96, batch=2),
+    Neighborhood("line_192", "dk and dv apart", (200,), 90, causal=True, head_dim=192),
+    Neighborhood("cube_256", "boxes of 32", (5, 9, 11), (3, 7, 8), head_dim=256),
+    Neighborhood("spare", "spare features, heads an axis", (6, 10, 17), (3, 7, 8),
+                 dilation=(2, 1, 2), head_dim=40, heads=4, kv_heads=2, batch=2),
+    Neighborhood("folded_spare", "spare features of groups that are lines", (280,), 31, dilation=4,
+                 head_dim=72, batch=2),
+    Neighborhood("mixed", "wider keys than values", (20, 37), (13, 9), stride=(2, 1),
+                 head_dim=192, value_dim=128),
+    Neighborhood("mixed_spare", "wider values, spare features of both", (150,), 71,
+                 boundary="clip", head_dim=24, value_dim=136),
 )
+POISONED = [HOPPER[i] for i in (0, 6, 9, 12, 14)]
 
 
 @pytest.fixture
@@ -872,7 +886,9 @@ def test_hopper_rows(hopper, problem, dtype):
     """Forward and backward."""
     check(problem, hopper, dtype, row="hopper")
     rows = [p.row.name for p in _launch._memo.values()]
-    assert rows == [f"hopper_{dtype}_d{problem.head_dim}"] * 2
+    dim, values = (neighborhood_hopper._padded(n) for n in (
+        problem.head_dim, problem.value_dim or problem.head_dim))
+    assert rows == [f"hopper_{dtype}_d{dim if dim == values else 'xv'}"] * 2
 
 
 @pytest.mark.gpu
@@ -896,7 +912,7 @@ def hopper_windows():
             continue
         sees = oracle.mask(space, **{"causal" if k == "is_causal" else k: v
                                      for k, v in options.items()})
-        shape = (1, *space, 1, 64 if tokens <= 64 else 128)
+        shape = (1, *space, 1, -(-tokens // 32) * 32)
         zero = np.zeros(shape, DTYPES["bf16"])
         yield space, options, sees, zero, np.eye(tokens, shape[-1]).astype(
             DTYPES["bf16"]).reshape(shape)
@@ -918,7 +934,7 @@ def test_hopper_windows_are_exact_sets(hopper):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize("problem", [HOPPER[0], HOPPER[6]], ids=by_name)
+@pytest.mark.parametrize("problem", POISONED, ids=by_name)
 def test_hopper_rows_keep_out_what_is_not_in_the_window(hopper, problem, bad):
     """A NaN or infinity in one token's key or value reaches exactly the queries that see it."""
     q, k, v, _, _ = problem.inputs("bf16")
@@ -961,7 +977,7 @@ def test_hopper_gradients_of_one_hot_values_are_the_windows(hopper):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize("problem", [HOPPER[0], HOPPER[6]], ids=by_name)
+@pytest.mark.parametrize("problem", POISONED, ids=by_name)
 def test_hopper_gradients_keep_out_what_is_not_seen(hopper, problem, bad):
     """A NaN or infinity in one token reaches the gradients that it reaches in the plain rows."""
     q, k, v, dy, dlse = problem.inputs("bf16")
@@ -986,14 +1002,16 @@ def test_hopper_gradients_keep_out_what_is_not_seen(hopper, problem, bad):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [32, 64, 72, 192])
 @pytest.mark.parametrize("options", [
     {"kernel_size": 37}, {"kernel_size": (3, 9, 5), "is_causal": (True, False, False)},
     {"kernel_size": (5, 11), "dilation": (2, 1)}], ids=["line", "cube", "grid"])
-def test_hopper_bits_do_not_depend_on_how_many_blocks_there_are(hopper, monkeypatch, options):
+def test_hopper_bits_do_not_depend_on_how_many_blocks_there_are(hopper, monkeypatch, options,
+                                                                head_dim):
     """Blocks that go through all tiles, a third of them, or one each."""
     space = {1: (900,), 2: (27, 30), 3: (6, 11, 13)}[np.size(options["kernel_size"])]
-    q, dy = (mk(i, (2, *space, 4, 64), "bf16") for i in (0, 3))
-    k, v = (mk(i, (2, *space, 2, 64), "bf16") for i in (1, 2))
+    q, dy = (mk(i, (2, *space, 4, head_dim), "bf16") for i in (0, 3))
+    k, v = (mk(i, (2, *space, 2, head_dim), "bf16") for i in (1, 2))
     real, results = _device.device(0), []
     for blocks in (1, 3, 10**6):
         some = dataclasses.replace(real, multiprocessors=blocks)

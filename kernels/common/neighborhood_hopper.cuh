@@ -15,6 +15,7 @@
 #include "common/mma.cuh"
 #include "common/params.cuh"
 #include "common/tma.cuh"
+#include "common/wgmma.cuh"
 #include "common/window.cuh"
 
 // x, which the compiler takes for another number: what depends on it is not kept in registers.
@@ -24,13 +25,26 @@ __device__ inline I again(I x) {
   return x;
 }
 
+// How kCount features of a position lie in shared memory, padded with zeros: blocks of 64 features,
+// or of 32 where these are fewer numbers, [block][position][kRow bytes], swizzled.
+template <int kCount>
+struct FeatureBlocks {
+  static constexpr int kAll = kCount <= 128 ? (kCount + 31) / 32 * 32 : (kCount + 63) / 64 * 64;
+  static constexpr bool kPadded = kAll != kCount;
+  static constexpr int kBlock = kAll % 64 == 0 ? 64 : 32;
+  static constexpr int kRow = kBlock * 2;
+  static constexpr int kBytes = kAll * 2;  // of a position
+  static_assert(kCount % 8 == 0, "whole vectors");
+};
+
 template <class Config>
 struct Boxes {
+  using Scored = FeatureBlocks<Config::kDim>;    // of q and k
+  using Summed = FeatureBlocks<Config::kValues>;  // of v, y and dy
   static constexpr int kGroups = Config::kGroups;
   static constexpr int kRows = Config::kOwnT * Config::kOwnH * Config::kOwnW;
   static constexpr int kSeen = Config::kSeenT * Config::kSeenH * Config::kSeenW;
-  static constexpr int kPartBytes = 64 * Config::kDim * 2;  // a warpgroup's rows of one array
-  static constexpr int kSeenBytes = kSeen * Config::kDim * 2;
+  static constexpr int kMost = Scored::kAll > Summed::kAll ? Scored::kAll : Summed::kAll;
   static constexpr int kFirstAxis = 3 - Config::kAxes;  // axes before it have one position
   static constexpr int kWarps = kGroups * 4;            // that compute
   static_assert(kRows == kGroups * 64, "64 rows for each warpgroup");
@@ -371,39 +385,83 @@ struct Plans {
   }
 };
 
-// A box of positions of a head: kDim / 64 blocks of 64 features.
-template <class Config, int kPositions>
+// A box of positions of a head. Spare features arrive as zeros: the innermost axis of such a map is
+// one head's features.
+template <class Layout, int kPositions, class Config>
 __device__ inline void load_positions(const NeighborhoodHopperParams& hp, const TensorMap& map,
                                       const BoxPlace<Config>& place, int head, int heads,
                                       bool heads_first, const int (&at)[3], unsigned to,
                                       unsigned full) {
   const NeighborhoodParams& p = hp.na;
-  const int x = heads_first ? 0 : head * Config::kDim;
+  const bool apart = Layout::kPadded && !heads_first;  // heads are an axis
+  const int x = heads_first || apart ? 0 : head * Layout::kAll;
   const int outer = int(heads_first ? place.batch * heads + head : place.batch);
   const int last = hp.folded ? at[2] : place.group[2] + at[2] * p.dilation[2];
   const int middle = hp.folded ? place.group[2] : place.group[1] + at[1] * p.dilation[1];
 #pragma unroll
-  for (int block = 0; block < Config::kDim / 64; ++block) {
-    load_box(to + block * (kPositions * 128), map, full, x + block * 64, last, middle,
-             place.group[0] + at[0] * p.dilation[0], outer);
+  for (int block = 0; block < Layout::kAll / Layout::kBlock; ++block) {
+    const unsigned here = to + block * (kPositions * Layout::kRow);
+    const int feature = x + block * Layout::kBlock;
+    const int first = place.group[0] + at[0] * p.dilation[0];
+    if (apart) {
+      load_box(here, map, full, feature, head, last, middle, outer * p.space[0] + first);
+    } else {
+      load_box(here, map, full, feature, last, middle, first, outer);
+    }
   }
 }
 
 // The 64 rows of a warpgroup.
-template <class Config>
+template <class Layout, class Config>
 __device__ inline void load_part(const NeighborhoodHopperParams& hp, const TensorMap& map,
                                  const BoxPlace<Config>& place, int group, int heads,
                                  bool heads_first, unsigned to, unsigned full) {
   const int row = group * 64;
-  load_positions<Config, 64>(hp, map, place, place.head, heads, heads_first,
-                             {place.position(0, row), place.position(1, row),
-                              place.position(2, row)}, to, full);
+  load_positions<Layout, 64>(hp, map, place, place.head, heads, heads_first,
+                               {place.position(0, row), place.position(1, row),
+                                place.position(2, row)}, to, full);
+}
+
+// Descriptors of such blocks of positions: of their features, and of kPositions as rows of a sum.
+template <class Layout>
+__device__ inline unsigned long long features_at(unsigned address) {
+  return tile_descriptor<Layout::kRow>(address, 16);
+}
+template <class Layout, int kPositions>
+__device__ inline unsigned long long rows_at(unsigned address) {
+  return tile_descriptor<Layout::kRow>(address, kPositions * Layout::kRow);
+}
+
+// d (+)= a b^T over kFeatures features: 64 rows of a, kCount * 2 of b, by descriptors.
+template <class T, int kFeatures, int kCount>
+__device__ inline void multiply_features(float (&d)[kCount], unsigned long long from_a,
+                                         unsigned long long from_b) {
+  using Layout = FeatureBlocks<kFeatures>;
+  constexpr int kSteps = Layout::kBlock / 16;  // of a block
+#pragma unroll
+  for (int f = 0; f < (kFeatures + 15) / 16; ++f) {
+    const int within = f % kSteps * 2;
+    multiply_keys<T>(d, from_a + f / kSteps * (64 * Layout::kRow / 16) + within,
+                     from_b + f / kSteps * (kCount * 2 * Layout::kRow / 16) + within, f != 0);
+  }
+}
+
+// d += operands b: kSteps * 16 rows of b, whose features are columns of d.
+template <class T, int kSteps, int kCount>
+__device__ inline void multiply_seen(float (&d)[kCount], const unsigned (&operands)[kSteps][4],
+                                     unsigned long long from) {
+  constexpr int kRow = FeatureBlocks<kCount * 2>::kRow;
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k) {
+    multiply_rows<T>(d, operands[k], from + kRow * k, 1);
+  }
 }
 
 __device__ inline bool is_finite(float x) { return fabsf(x) <= 3.4028235e38f; }
 
-// Row i of a thread's two rows of an accumulator to an array; whether it is finite.
-template <class T, int kCount>
+// Row i of a thread's two rows of an accumulator to an array, without spare features; whether it is
+// finite.
+template <class T, int kFeatures, int kCount>
 __device__ inline bool store_row(T* row, bool has, int i, const float (&d)[kCount]) {
   const int quad = threadIdx.x % 4;
   const bool aligned = reinterpret_cast<unsigned long long>(row) % 16 == 0;
@@ -419,7 +477,7 @@ __device__ inline bool store_row(T* row, bool has, int i, const float (&d)[kCoun
       w[k] = pack<T>(low, high);
     }
     transpose_quad(w);
-    if (has) {
+    if (has && (kFeatures == kCount * 2 || (block + quad) * 8 < kFeatures)) {
       T* to = row + (block + quad) * 8;
       if (aligned) {
         *reinterpret_cast<uint4*>(to) = uint4{w[0], w[1], w[2], w[3]};

@@ -72,7 +72,8 @@ struct LinearHopperParams {
 };
 
 struct NeighborhoodHopperParams {
-  // (features, last axis, middle, first, batch or batch and heads)
+  // (features, last axis, middle, first, batch or batch and heads); with spare features of a head
+  // that are not counted with the batch (features, heads, last axis, middle, first and batch)
   TensorMap q_map, k_map, v_map, dy_map;
   NeighborhoodParams na;
   int tiles[3];                    // tiles along each axis of the longest dilation group

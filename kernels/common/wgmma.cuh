@@ -4,6 +4,7 @@
 //   depth inside    [rows][128 bytes of depth];  the next 32 bytes of depth: descriptor + 2
 //   rows inside     [64 rows of each atom][depth][128 bytes of rows], 16-bit only;  the next 16 of
 //                   depth: descriptor + 128
+// or with 64-byte swizzle, with 64 bytes instead of 128, 32 rows instead of 64.
 // A may come from registers. For lane 4 g + q of warp w, a0 is row 16 w + g, depth 2 q and 2 q + 1; a1
 // is row + 8; a2 and a3 are depth + 8. Accumulator d[r] is row 16 w + g + 8 (r / 2 % 2), column
 // 8 (r / 4) + 2 q + r % 2.
@@ -14,10 +15,11 @@
 
 #include "common/types.cuh"
 
-// `atom`: bytes from one atom of 64 rows to the next, where rows are inside.
+// `atom`: bytes from one atom of rows to the next, where rows are inside. kSwizzle: 128 or 64 bytes.
+template <int kSwizzle = 128>
 __device__ inline unsigned long long tile_descriptor(unsigned address, unsigned atom) {
   return (unsigned long long)(address & 0x3ffffu) >> 4 | (unsigned long long)(atom >> 4) << 16 |
-         64ull << 32 | 1ull << 62;
+         (unsigned long long)(kSwizzle / 2) << 32 | (kSwizzle == 128 ? 1ull : 2ull) << 62;
 }
 
 __device__ inline void warpgroup_arrive() {
@@ -82,6 +84,21 @@ __device__ inline void hold(float (&d)[kCount]) {
   "%38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, " \
   "%56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, " \
   "%74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87}"
+#define CUPYATTN_D192 \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
+  "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, " \
+  "%39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, " \
+  "%58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, " \
+  "%77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95}"
+#define CUPYATTN_D256 \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
+  "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, " \
+  "%39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, " \
+  "%58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, " \
+  "%77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, " \
+  "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
+  "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, " \
+  "%127}"
 #define CUPYATTN_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define CUPYATTN_16(d, i) \
   CUPYATTN_4(d, i), CUPYATTN_4(d, i + 4), CUPYATTN_4(d, i + 8), CUPYATTN_4(d, i + 12)
@@ -105,6 +122,9 @@ __device__ inline void hold(float (&d)[kCount]) {
 #define CUPYATTN_OUT176(d) \
   CUPYATTN_16(d, 0), CUPYATTN_16(d, 16), CUPYATTN_16(d, 32), CUPYATTN_16(d, 48), \
   CUPYATTN_16(d, 64), CUPYATTN_4(d, 80), CUPYATTN_4(d, 84)
+#define CUPYATTN_OUT192(d) \
+  CUPYATTN_OUT128(d), CUPYATTN_16(d, 64), CUPYATTN_16(d, 80)
+#define CUPYATTN_OUT256(d) CUPYATTN_OUT192(d), CUPYATTN_16(d, 96), CUPYATTN_16(d, 112)
 
 // N: columns; A, B, ADD: the operands after the accumulator's.
 #define CUPYATTN_SHARED(N, KIND, MAJORS, A, B, ADD, ...) \
@@ -150,27 +170,51 @@ __device__ inline void multiply(float (&d)[32], const unsigned (&a)[4], unsigned
                                 int add) {
   CUPYATTN_REGISTERS(64, "k16.f32.bf16.bf16", "{%32, %33, %34, %35}", "%36", "%37", ", 0");
 }
-// a from registers, rows of b inside (columns of the product are neighbours in memory); 64 x 128 or
-// 64 x 64.
+// a from registers, rows of b inside (columns of the product are neighbours in memory); 64 x 32, 64,
+// 96, 128, 192 or 256.
+#define CUPYATTN_ROWS(N, A, B, ADD) \
+  if constexpr (kIsBfloat<T>) { \
+    CUPYATTN_REGISTERS(N, "k16.f32.bf16.bf16", A, B, ADD, ", 1"); \
+  } else { \
+    CUPYATTN_REGISTERS(N, "k16.f32.f16.f16", A, B, ADD, ", 1"); \
+  }
+template <class T, int kCount>
+__device__ inline void multiply_rows(float (&d)[kCount], const unsigned (&a)[4],
+                                     unsigned long long b, int add) {
+  if constexpr (kCount == 16) {
+    CUPYATTN_ROWS(32, "{%16, %17, %18, %19}", "%20", "%21");
+  } else if constexpr (kCount == 32) {
+    CUPYATTN_ROWS(64, "{%32, %33, %34, %35}", "%36", "%37");
+  } else if constexpr (kCount == 48) {
+    CUPYATTN_ROWS(96, "{%48, %49, %50, %51}", "%52", "%53");
+  } else if constexpr (kCount == 64) {
+    CUPYATTN_ROWS(128, "{%64, %65, %66, %67}", "%68", "%69");
+  } else if constexpr (kCount == 96) {
+    CUPYATTN_ROWS(192, "{%96, %97, %98, %99}", "%100", "%101");
+  } else {
+    static_assert(kCount == 128, "columns");
+    CUPYATTN_ROWS(256, "{%128, %129, %130, %131}", "%132", "%133");
+  }
+}
+// 64 x 32, 48, 64, 80, 96, 112, 128, 144, 160 or 176, both from shared memory, depth inside, 16-bit.
 template <class T>
-__device__ inline void multiply_rows(float (&d)[64], const unsigned (&a)[4], unsigned long long b,
+__device__ inline void multiply_keys(float (&d)[16], unsigned long long a, unsigned long long b,
                                      int add) {
   if constexpr (kIsBfloat<T>) {
-    CUPYATTN_REGISTERS(128, "k16.f32.bf16.bf16", "{%64, %65, %66, %67}", "%68", "%69", ", 1");
+    CUPYATTN_SHARED(32, "k16.f32.bf16.bf16", ", 0, 0", "%16", "%17", "%18");
   } else {
-    CUPYATTN_REGISTERS(128, "k16.f32.f16.f16", "{%64, %65, %66, %67}", "%68", "%69", ", 1");
+    CUPYATTN_SHARED(32, "k16.f32.f16.f16", ", 0, 0", "%16", "%17", "%18");
   }
 }
 template <class T>
-__device__ inline void multiply_rows(float (&d)[32], const unsigned (&a)[4], unsigned long long b,
+__device__ inline void multiply_keys(float (&d)[24], unsigned long long a, unsigned long long b,
                                      int add) {
   if constexpr (kIsBfloat<T>) {
-    CUPYATTN_REGISTERS(64, "k16.f32.bf16.bf16", "{%32, %33, %34, %35}", "%36", "%37", ", 1");
+    CUPYATTN_SHARED(48, "k16.f32.bf16.bf16", ", 0, 0", "%24", "%25", "%26");
   } else {
-    CUPYATTN_REGISTERS(64, "k16.f32.f16.f16", "{%32, %33, %34, %35}", "%36", "%37", ", 1");
+    CUPYATTN_SHARED(48, "k16.f32.f16.f16", ", 0, 0", "%24", "%25", "%26");
   }
 }
-// 64 x 64, 80, 96, 112, 128, 144, 160 or 176, both from shared memory, depth inside, 16-bit.
 template <class T>
 __device__ inline void multiply_keys(float (&d)[32], unsigned long long a, unsigned long long b,
                                      int add) {
