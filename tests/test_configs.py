@@ -54,22 +54,24 @@ def report(kernel: Kernel, target: str) -> tuple[int, int, int]:
             int(shared[1]) if shared else 0)
 
 
-def _compile_all(target: str) -> dict[str, tuple[int, int, int] | str]:
-    wanted = [k for k in KERNELS.values() if k.target is None or k.target.rstrip("a") == target]
-    reports = {}
-    for kernel in wanted:
-        try:
-            reports[kernel.name] = report(kernel, target)
-        except KernelError as error:
-            reports[kernel.name] = str(error)
-    return reports
+def _compile(job: tuple[str, str]) -> tuple[int, int, int] | str:
+    target, name = job
+    try:
+        return report(KERNELS[name], target)
+    except KernelError as error:
+        return str(error)
 
 
 @pytest.fixture(scope="module")
 def reports():
     pytest.importorskip("cupy")
+    jobs = [(target, kernel.name) for target in TARGETS for kernel in KERNELS.values()
+            if kernel.target is None or kernel.target.rstrip("a") == target]
+    found: dict[str, dict[str, tuple[int, int, int] | str]] = {target: {} for target in TARGETS}
     with ProcessPoolExecutor(os.cpu_count()) as pool:
-        return dict(zip(TARGETS, pool.map(_compile_all, TARGETS)))
+        for (target, name), result in zip(jobs, pool.map(_compile, jobs, chunksize=8)):
+            found[target][name] = result
+    return found
 
 
 @pytest.mark.slow
