@@ -72,7 +72,8 @@ def _struct_checks(name: str) -> list[str]:
 
 
 # Every kernel may be launched before the work ahead of it in its stream is done, and waits for that
-# before it touches memory (see `_launch.Launch`), but for its own shared memory (`Kernel.early`).
+# before it touches memory (see `_launch.Launch`), but for its own shared memory and prefetches to
+# L2 (`Kernel.early`).
 # Both lines do nothing in other launches.
 _WAIT = """\
 #if __CUDA_ARCH__ >= 900

@@ -485,6 +485,20 @@ def test_plot(tmp_path):
     assert file.name == "Some-GPU-rope.png" and file.stat().st_size > 1000
 
 
+def test_plot_draws_curves_where_there_are_sizes(tmp_path):
+    pytest.importorskip("matplotlib")
+    names = ["rope/s2048-h512-bf16", "rope/s2048-h2048-bf16", "rope/s1024-h8192-bf16"]
+    rows = [example_row(workload=name, provider=p) for name in names for p in ("liger", "cupyattn")]
+    assert plot._families(rows) == {}  # too few
+    rows += [example_row(workload="rope/s4096-h8192-bf16", direction="backward")]
+    ((rest, pairs),) = plot._families(rows).items()
+    assert rest == "bf16" and [size for size, _ in pairs] == sorted(
+        [2**20, 2**20, 2**22, 2**22, 2**23, 2**23, 2**25]
+    )
+    (file,) = plot.draw(rows, tmp_path)
+    assert file.stat().st_size > 1000
+
+
 def test_plot_shows_one_run_per_workload():
     """The last with a peer in it, else the last."""
     rows = [
@@ -527,6 +541,12 @@ def test_figures_of_one_run(tmp_path, monkeypatch, capsys):
     assert cli.main(["figures"]) == 0  # the newest
     (line,) = capsys.readouterr().out.strip().splitlines()[2:]
     assert "| backward |" in line and "| - | - |" in line
+    name = example_row()["workload"]
+    assert cli.main(["figures", "--run", "1", "--workload", name]) == 0
+    assert "| forward | 2.00 / " in capsys.readouterr().out
+    with pytest.raises(SystemExit):  # no such workload in the ledger
+        cli.main(["figures", "--operator", "multi_token"])
+    capsys.readouterr()
     with pytest.raises(SystemExit):
         cli.main(["figures", "--run", "nothing"])
     assert "--run nothing: no run of the ledger ends so" in capsys.readouterr().err
