@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from .._program import CTYPE, FLOATS, Device, Kernel, Program, Row, Step, cdiv
 from . import neighborhood_hopper
-from .neighborhood_band import BandBackward, BandForward, SlideForward
+from .neighborhood_band import BandBackward, BandForward
 from .neighborhood_box import BoxBackward, BoxForward
 from .neighborhood_problem import Problem, values
 
@@ -75,7 +75,6 @@ _MATRIX = (("bf16", False), ("f16", False), ("f32", False), ("f32", True))  # an
 # matrix units have too little to do, then all others.
 FORWARD: tuple[Row, ...] = (
     *neighborhood_hopper.ROWS,
-    SlideForward("f32"),
     *(BandForward(dtype, small=True) for dtype in ("bf16", "f16", "f32")),
     *(BoxForward(dtype, tf32) for dtype, tf32 in _MATRIX),
     *(BandForward(dtype) for dtype in ("f32", "bf16", "f16")),

@@ -1,4 +1,4 @@
-"""Neighborhood attention with narrow windows (kernels/neighborhood_{band,slide}_*.cu)."""
+"""Neighborhood attention with narrow windows (kernels/neighborhood_band_*.cu)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from .._program import (CTYPE, ITEMSIZE, Device, Kernel, Layout, Program, Row, Step, cdiv, few,
                         token_view)
-from .._select import forced
 from .neighborhood_problem import Problem, rows_aligned, values
 
 _VECTOR = 16  # bytes of the widest access
@@ -171,88 +170,6 @@ class BandForward(Band):
         shape = self._shape(problem, device, problem.heads, self.shapes)
         lse = ("lse",) if problem.return_lse else ()
         return Program((self._step(problem, "forward", shape, ("q", "k", "v", "y", *lse)),))
-
-
-@dataclass(frozen=True)
-class SlideForward(Band):
-    """A few lanes walk along a chain of neighbouring queries, the window's rows in registers."""
-
-    TURNS = (6, 4, 3, 2, 1)  # of a chain over the slots of its window
-    BLOCKS = {3: 8, 4: 6, 5: 6, 6: 5, 7: 5, 8: 4}  # that fit a multiprocessor, by keys
-    THREADS = 128
-
-    @property
-    def name(self) -> str:
-        return f"slide_{self.dtype}"
-
-    def refuses(self, problem: Problem, device: Device) -> str | None:
-        reason = super().refuses(problem, device)
-        if reason is not None:
-            return reason
-        if math.prod(problem.space[:-1]) > 1:
-            return f"space {problem.space} has more than one axis"
-        if problem.stride[-1] > 1:
-            return f"stride {problem.stride[-1]} is not 1"
-        if problem.head_dim not in (32, 64, 128):
-            return f"head_dim {problem.head_dim} is not 32, 64 or 128"
-        keys, _, cut = self._window(problem)
-        if keys not in self.BLOCKS:
-            return f"a window of {keys} keys is not of {min(self.BLOCKS)} to {max(self.BLOCKS)}"
-        if not cut and problem.space[-1] // problem.dilation[-1] < keys:
-            return f"{problem.space[-1] // problem.dilation[-1]} positions do not fill a window"
-        threads = self._teams(problem, keys) * self._team(problem)
-        if threads < device.multiprocessors * self.BUSY and not (
-                forced() and self.name.startswith(forced())):
-            return f"{threads} threads are fewer than {self.BUSY} a multiprocessor"
-        return None
-
-    @staticmethod
-    def _window(problem: Problem) -> tuple[int, int, bool]:
-        """Return its keys, those before the query, and whether borders cut it."""
-        window, causal = problem.kernel_size[-1], problem.is_causal[-1]
-        if problem.boundary == "clip":
-            back = window // 2
-            return 1 + (back if causal else 2 * back), back, True
-        return window, window - 1 if causal else window // 2, causal
-
-    def _team(self, problem: Problem) -> int:
-        """Return its lanes, of a vector each."""
-        return problem.head_dim * ITEMSIZE[self.dtype] // _VECTOR
-
-    def _teams(self, problem: Problem, chain: int) -> int:
-        return _runs(problem, chain) * problem.heads
-
-    def _walk(self, keys: int, back: int, cut: bool, turns: int, lanes: int, heads: int,
-              shared: int, dilation: int) -> Kernel:
-        tile = math.gcd(heads, _LANES // lanes)
-        return Kernel(
-            name=(f"neighborhood_fwd__{self.name}__w{keys}_b{back}{'_cut' if cut else ''}_t{turns}"
-                  f"_l{lanes}_h{tile}x{heads // tile}_g{shared}_d{dilation}"),
-            source="neighborhood_slide_fwd.cu", function="neighborhood_slide_forward",
-            params="NeighborhoodParams",
-            config=(f"using T = {CTYPE[self.dtype]};",
-                    f"static constexpr int kLanes = {lanes}, kVectors = 1, kRun = 1;",
-                    "static constexpr bool kFull = true;",
-                    f"static constexpr int kKeys = {keys}, kBack = {back}, kTurns = {turns};",
-                    f"static constexpr bool kCut = {str(cut).lower()};",
-                    f"static constexpr int kHeads = {tile}, kHeadTiles = {heads // tile};",
-                    f"static constexpr int kShared = {shared}, kDilation = {dilation};"),
-            threads=self.THREADS, blocks=self.BLOCKS[keys])
-
-    def kernels(self) -> tuple[Kernel, ...]:
-        return tuple(self._walk(7, 3, cut, 2, 16, 8, 1, 1) for cut in (False, True))
-
-    def program(self, problem: Problem, device: Device) -> Program:
-        keys, back, cut = self._window(problem)
-        lanes, busy = self._team(problem), device.multiprocessors * self.BUSY
-        turns = next((turns for turns in self.TURNS
-                      if self._teams(problem, turns * keys) * lanes >= busy), self.TURNS[-1])
-        kernel = self._walk(keys, back, cut, turns, lanes, problem.heads,
-                            problem.heads // problem.kv_heads, problem.dilation[-1])
-        buffers = ("q", "k", "v", "y", *(("lse",) if problem.return_lse else ()))
-        blocks = cdiv(self._teams(problem, turns * keys) * lanes, self.THREADS)
-        return Program((Step(kernel, (blocks, 1, 1), values(problem),
-                             {f"{name}.data": name for name in buffers}),))
 
 
 @dataclass(frozen=True)
