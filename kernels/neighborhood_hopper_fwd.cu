@@ -26,6 +26,8 @@
 //                     So does the end of a tile
 //           consumer, two blocks:  s(i), its softmax, o += p(i) v(i), one after the other: the
 //                     three other warps of a scheduler have work meanwhile
+// Softmax   exponents of 2, relative to a reference that follows the largest score only when that
+//           is kSlack ahead: a vote per box, and o is seldom rescaled
 // Masks     a key box that lies inside every window of a warpgroup's queries needs none, one that
 //           none of them sees is passed over. Otherwise a score counts where the key's position is
 //           in [start, end) of the query on each axis
@@ -48,6 +50,7 @@ __device__ void neighborhood_hopper_fwd(const NeighborhoodHopperParams& hp) {
   constexpr int kGroups = Config::kGroups, kOwned = Config::kOwned;
   static_assert(!Config::kInverse && kStages > 1, "queries own");
   constexpr bool kTurns = Config::kBlocks == 1;
+  constexpr float kSlack = 8.0f;  // weights up to 2^kSlack are as exact as up to 1
   const NeighborhoodParams& p = hp.na;
   extern __shared__ unsigned char memory[];
   const unsigned q_at = static_cast<unsigned>(__cvta_generic_to_shared(memory));
@@ -123,7 +126,8 @@ __device__ void neighborhood_hopper_fwd(const NeighborhoodHopperParams& hp) {
   const int lane = threadIdx.x % 32, quad = lane % 4;
   const int row0 = warpgroup * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;  // and row0 + 8
   const float scale = float(p.scale * 1.4426950408889634);  // scores in base 2
-  float s[kKeys / 2], o[kOutputs / 2], factor[2], largest[2], sum[2];
+  float s[kKeys / 2], o[kOutputs / 2], reference[2], sum[2], factor[2];
+  bool moves = false;  // whether references do: then o is rescaled by factors
   unsigned weights[kKeys / 16][4];
   // Warpgroups of a block alone take turns to ask for products, so that the softmax of one runs
   // under the products of the other: one turn each for every box, also for those passed over.
@@ -158,42 +162,49 @@ __device__ void neighborhood_hopper_fwd(const NeighborhoodHopperParams& hp) {
     multiply_seen<T>(o, weights, v);
     warpgroup_commit();
   };
+  const auto rescale = [&]() {  // where no sum is on its way
+    hold(o);
+#pragma unroll
+    for (int r = 0; r < kOutputs / 2; ++r) {
+      o[r] *= factor[r / 2 % 2];
+    }
+  };
   const auto softmax = [&](BoxWalk<Config>& walk, const RowIntervals<Config>& rows) {
     hold(s);
     if (!walk.is_inside(warpgroup)) {
       rows.mask(s, walk, row0);
     }
     walk.next();
+    float top[2] = {negative_infinity<float>(), negative_infinity<float>()};
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      float top = largest[i];
+    for (int r = 0; r < kKeys / 2; ++r) {
+      top[r / 2 % 2] = fmaxf(top[r / 2 % 2], s[r]);
+    }
+    moves = __any_sync(0xffffffffu, top[0] * scale > reference[0] + kSlack ||
+                                        top[1] * scale > reference[1] + kSlack);
+    if (moves) {
 #pragma unroll
-      for (int j = 0; j < kKeys / 8; ++j) {
-        top = fmaxf(top, fmaxf(s[j * 4 + 2 * i], s[j * 4 + 2 * i + 1]));
+      for (int i = 0; i < 2; ++i) {
+        top[i] = fmaxf(top[i], __shfl_xor_sync(0xffffffffu, top[i], 1));
+        top[i] = fmaxf(top[i], __shfl_xor_sync(0xffffffffu, top[i], 2));
+        const float next = fmaxf(top[i] * scale, reference[i]);
+        factor[i] = exp2f(reference[i] - next);
+        reference[i] = next;
+        sum[i] *= factor[i];
       }
-      top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
-      top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
-      const float anchor = top == negative_infinity<float>() ? 0.0f : top * scale;
-      factor[i] = exp2f(largest[i] * scale - anchor);
-      largest[i] = top;
-      float part = 0;
-#pragma unroll
-      for (int j = 0; j < kKeys / 8; ++j) {
-#pragma unroll
-        for (int b = 0; b < 2; ++b) {
-          float& x = s[j * 4 + 2 * i + b];
-          x = exp2f(fmaf(x, scale, -anchor));
-          part += x;
-        }
+      if constexpr (!kTurns) {
+        rescale();
       }
-      sum[i] = sum[i] * factor[i] + part;
+    }
+#pragma unroll
+    for (int r = 0; r < kKeys / 2; ++r) {
+      s[r] = exp2f(fmaf(s[r], scale, -reference[r / 2 % 2]));
+      sum[r / 2 % 2] += s[r];
     }
   };
   const auto rescale_and_pack = [&]() {
-    hold(o);
-#pragma unroll
-    for (int r = 0; r < kOutputs / 2; ++r) {
-      o[r] *= factor[r / 2 % 2];
+    if (kTurns && moves) {
+      rescale();
     }
 #pragma unroll
     for (int k = 0; k < kKeys / 16; ++k) {
@@ -213,7 +224,7 @@ __device__ void neighborhood_hopper_fwd(const NeighborhoodHopperParams& hp) {
     BoxWalk<Config> walk(place);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      largest[i] = negative_infinity<float>();
+      reference[i] = -1e30f;
       sum[i] = 0;
     }
 #pragma unroll
@@ -267,7 +278,7 @@ __device__ void neighborhood_hopper_fwd(const NeighborhoodHopperParams& hp) {
     for (int i = 0; i < 2; ++i) {
       sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], 1);
       sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], 2);
-      const float lse = (largest[i] * scale + log2f(sum[i])) * 0.6931471805599453f;
+      const float lse = (reference[i] + log2f(sum[i])) * 0.6931471805599453f;
       const float inverse = 1.0f / sum[i];
 #pragma unroll
       for (int r = 2 * i; r < kOutputs / 2; r += 4) {
