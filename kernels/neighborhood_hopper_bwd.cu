@@ -180,6 +180,8 @@ __device__ void neighborhood_hopper_dq(const NeighborhoodHopperParams& hp) {
   constexpr int kStages = Config::kStages, kKeys = B::kSeen;
   constexpr int kGroups = Config::kGroups, kOwned = Config::kOwned;
   static_assert(!Config::kInverse && kGroups == 2 && kStages > 1, "queries own");
+  // Whether registers let lse and delta be found while a tile's first products are made.
+  constexpr bool kSumsLater = Scored::kAll + Summed::kAll <= 128;
   const NeighborhoodParams& p = hp.na;
   extern __shared__ unsigned char memory[];
   const unsigned own_at = static_cast<unsigned>(__cvta_generic_to_shared(memory));
@@ -286,21 +288,7 @@ __device__ void neighborhood_hopper_dq(const NeighborhoodHopperParams& hp) {
     const int boxes = place.count;
     int row0 = again(first_row);
     float lse[2], delta[2];  // times log2 e, times scale
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      Token query;
-      const bool has = place.token(p, row0 + 8 * i, query);
-      delta[i] = dot_by_quad<T, kValues>(row_of<const T>(p.dy, query, query.head),
-                                      row_of<const T>(p.y, query, query.head));
-      if (p.dlse.data != nullptr) {
-        delta[i] -= *row_of<const float>(p.dlse, query, query.head);
-      }
-      lse[i] = *row_of<const float>(p.lse, query, query.head) * kLog2e;
-      delta[i] *= scale;
-      if (has && quad == 0) {
-        *sums_of(p, query, query.head) = float2{lse[i], delta[i]};
-      }
-    }
+    bool has_sums = !kSumsLater;
     const unsigned slot = tile % kOwned * kGroups + warpgroup;
     const unsigned q_now = own_at + slot * kOwnBytes, dy_now = q_now + kQBytes;
     const auto start_scores = [&]() {
@@ -315,6 +303,23 @@ __device__ void neighborhood_hopper_dq(const NeighborhoodHopperParams& hp) {
       multiply_features<T, kValues>(dp, features_at<Summed>(dy_now),
                                     features_at<Summed>(v_at + stage * kVBytes));
       warpgroup_commit();
+    };
+    const auto find_sums = [&]() {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        Token query;
+        const bool has = place.token(p, row0 + 8 * i, query);
+        delta[i] = dot_by_quad<T, kValues>(row_of<const T>(p.dy, query, query.head),
+                                        row_of<const T>(p.y, query, query.head));
+        if (p.dlse.data != nullptr) {
+          delta[i] -= *row_of<const float>(p.dlse, query, query.head);
+        }
+        lse[i] = *row_of<const float>(p.lse, query, query.head) * kLog2e;
+        delta[i] *= scale;
+        if (has && quad == 0) {
+          *sums_of(p, query, query.head) = float2{lse[i], delta[i]};
+        }
+      }
     };
     BoxWalk<Config> walk(place);
     const auto make_weights = [&]() {
@@ -339,6 +344,9 @@ __device__ void neighborhood_hopper_dq(const NeighborhoodHopperParams& hp) {
       hold(s);
     };
 
+    if constexpr (!kSumsLater) {
+      find_sums();
+    }
     clear(dq);
     barrier_wait(own_full + 8 * slot, tile / kOwned & 1);
     for (int i = 0; i < boxes;) {
@@ -353,6 +361,10 @@ __device__ void neighborhood_hopper_dq(const NeighborhoodHopperParams& hp) {
         continue;
       }
       start_scores();
+      if (!has_sums) {
+        find_sums();
+        has_sums = true;
+      }
       warpgroup_wait<1>();
       make_weights();
       warpgroup_wait<0>();
