@@ -450,7 +450,7 @@ __device__ void neighborhood_hopper_dkdv(const NeighborhoodHopperParams& hp) {
     }
     for (int i = 0; i < kStages; ++i) {
       barrier_init(full + 8 * i, 1);
-      barrier_init(known + 8 * i, 1);
+      barrier_init(known + 8 * i, 32);  // lanes
       barrier_init(empty + 8 * i, B::kWarps);
     }
     plans.init(B::kWarps + 3);
@@ -498,19 +498,18 @@ __device__ void neighborhood_hopper_dkdv(const NeighborhoodHopperParams& hp) {
         }
       });
     } else if (threadIdx.x / 32 == 3) {
-      const int lane = threadIdx.x % 32;
       plans.for_each_by_warp([&](const BoxPlan<Config>& plan, unsigned) {
         const BoxPlace<Config>& place = plan.place;
         BoxWalk<Config> walk(place);
-        Token query = {place.batch, {0, 0, 0}, place.head * place.shared_heads};
-        const int total = place.count * place.shared_heads;
-        for (int i = 0; i < total; ++i, ++it, query.head += walk.next()) {
+        int head = place.head * place.shared_heads;
+        const unsigned end = it + place.count * place.shared_heads;
+        for (; it != end; ++it, head += walk.next()) {
           const unsigned stage = it % kStages;
-          float* const to = sums + stage * kQueries * 2;
           barrier_wait(empty + 8 * stage, (it / kStages & 1) ^ 1);
-          for (int at = lane; at < kQueries; at += 32) {
+          for (int at = threadIdx.x % 32; at < kQueries; at += 32) {
             const int within[3] = {at / (Config::kSeenH * Config::kSeenW),
                                    at / Config::kSeenW % Config::kSeenH, at % Config::kSeenW};
+            Token query = {place.batch, {0, 0, 0}, head};
             bool has = true;
 #pragma unroll
             for (int a = 0; a < 3; ++a) {
@@ -519,11 +518,12 @@ __device__ void neighborhood_hopper_dkdv(const NeighborhoodHopperParams& hp) {
               query.at[a] = place.group[a] + position * p.dilation[a];
             }
             // No query: its scores are masked.
-            const float2 x = has ? *sums_of(p, query, query.head) : float2{0, 0};
-            to[at] = x.x;
-            to[kQueries + at] = x.y;
+            const float2* const of = sums_of(p, query, head);
+            const unsigned to = sums_at + (stage * kQueries * 2 + at) * 4;
+            copy_number(to, &of->x, has);
+            copy_number(to + kQueries * 4, &of->y, has);
           }
-          arrive_by_warp(known + 8 * stage);
+          barrier_arrive_after_copies(known + 8 * stage);
         }
       });
     }

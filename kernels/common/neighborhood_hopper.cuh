@@ -214,12 +214,17 @@ struct RowIntervals {
   // By all lanes of a warp.
   __device__ void set(const NeighborhoodParams& p, const BoxPlace<Config>& place) {
     constexpr int kRows = Boxes<Config>::kRows;
-    for (int i = again(int(threadIdx.x % 32)); i < Config::kAxes * kRows; i += 32) {
-      const int line = i / kRows, row = i % kRows, a = Boxes<Config>::kFirstAxis + line;
-      const int position = min(place.position(a, row), place.n[a] - 1);
-      const Interval in = Boxes<Config>::seen(p, a, position, place.n[a]);
-      start[line][row] = in.start;
-      length[line][row] = in.end - in.start;
+    const int lane = again(int(threadIdx.x % 32));
+    for (int line = 0; line < Config::kAxes; ++line) {
+      const int a = Boxes<Config>::kFirstAxis + line;
+#pragma unroll 2
+      for (int row_of_32 = 0; row_of_32 < kRows; row_of_32 += 32) {
+        const int row = row_of_32 + lane;
+        const int position = min(place.position(a, row), place.n[a] - 1);
+        const Interval in = Boxes<Config>::seen(p, a, position, place.n[a]);
+        start[line][row] = in.start;
+        length[line][row] = in.end - in.start;
+      }
     }
   }
 

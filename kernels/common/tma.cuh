@@ -34,6 +34,17 @@ __device__ inline void barrier_wait(unsigned barrier, unsigned parity) {
   } while (!done);
 }
 
+// Copy a number of 4 bytes, or a zero. By one thread, without waiting for it.
+__device__ inline void copy_number(unsigned to, const void* from, bool has) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from),
+               "r"(has ? 4 : 0)
+               : "memory");
+}
+// An arrival of this thread once all that it has asked for so is there.
+__device__ inline void barrier_arrive_after_copies(unsigned barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 // Elements outside the array arrive as zeros. `x` is the innermost index.
 __device__ inline void load_box(unsigned to, const TensorMap& map, unsigned barrier, int x, int y,
                                 int z) {

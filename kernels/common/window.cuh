@@ -20,7 +20,8 @@ struct Axis {
     if (clip) {
       return {max(p - window / 2, 0), p + 1 + (causal ? 0 : min(window / 2, n - 1 - p))};
     }
-    const int first = p / stride * stride;  // of p's stride group; its leader stands for all
+    // Of p's stride group, whose leader stands for all. Few have strides: they need no division.
+    const int first = stride == 1 ? p : p / stride * stride;
     if (causal) {
       const int leader = first + min(stride - 1, n - 1 - first);
       return {max(leader - window + 1, 0), p + 1};
@@ -51,8 +52,8 @@ struct Axis {
     // The least leader, and where the leader of a stride group is in it.
     const int leader = j + (causal ? window : window / 2 + 1);
     const int at = causal ? stride - 1 : stride / 2;
-    const int first = max(leader - at, 0), groups = first / stride;
-    return min(groups * stride < first ? groups * stride + stride : groups * stride, n);
+    const int first = max(leader - at, 0), before = stride == 1 ? first : first / stride * stride;
+    return min(before < first ? before + stride : before, n);
   }
 };
 
