@@ -346,7 +346,7 @@ __device__ void linear_teams(const LinearHopperParams& p) {
                          ? widen(from[of.column * p.bias_stride[of.product]])
                          : 0.0f;
     }
-    named_arrive(kReadable, Config::kThreads);
+    named_barrier(kReadable, Config::kThreads);
     return;
   }
   more_registers<L::kRegisters>();

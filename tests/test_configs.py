@@ -42,7 +42,7 @@ KNOWN_SPILLS = {
                "multi_token_bwd__ring_": 8, "multi_token_bwd__tile_": 8,
                "neighborhood_fwd__box_": 36, "neighborhood_bwd_dkdv__box_f32": 40},
     "sm_120": {"linear__mma_": 216, "multi_token_fwd__band_": 24, "multi_token_fwd__ring_": 76,
-               "multi_token_fwd__strip_": 8,
+               "multi_token_fwd__strip_": 12,
                "multi_token_bwd__ring_": 24, "multi_token_bwd__tile_": 24,
                "neighborhood_fwd__box_": 36, "neighborhood_bwd_dkdv__box_f32": 40},
 }
@@ -165,7 +165,7 @@ def problems(name):
     if name.startswith("neighborhood"):
         sizes = ((1, 1), (64, 64), (65, 8), (8, 129), (256, 256), (257, 3), (512, 1))
         lines = ((72, 7), (72, 63), (128, 7), (64, 63),
-                 *((dim, 1024) for dim in neighborhood_hopper.DIMS))
+                 *((dim, 2048) for dim in neighborhood_hopper.DIMS))
         return [*(attention(d, dim, v, backward) for d in DTYPES for dim, v in sizes),
                 *(line(d, *size, backward) for d in DTYPES for size in lines),
                 *(line(d, 192, 1024, backward, 128) for d in DTYPES),

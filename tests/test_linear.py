@@ -505,6 +505,16 @@ def test_products_of_one_launch(cupy_kind, row):
 
 
 @pytest.mark.gpu
+@pytest.mark.smoke
+@each_row((*HOPPER, *TEAMS, *{(row.dtype, row.tf32): row for row in MMA}.values()))
+def test_smoke(cupy_kind, row):
+    problem, memory, total = build(cupy_kind, row.dtype, *fitted(row, [(70, 48, 200)]),
+                                   precision=precision_of(row))
+    takes(row, problem)
+    hold(row, problem, memory, total)
+
+
+@pytest.mark.gpu
 @each_row(TEAMS)
 @pytest.mark.parametrize("columns", [(64, 48, 136, 8), (96, 160, 24)])
 def test_products_of_one_matrix(cupy_kind, row, columns):

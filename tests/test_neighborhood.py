@@ -11,7 +11,6 @@ import plain
 import pytest
 from cupyattn import _device, _launch, _select
 from cupyattn._program import Device, Layout
-from cupyattn.configs import neighborhood as na_configs
 from cupyattn.configs import neighborhood_band as configs
 from cupyattn.configs import neighborhood_box as box_configs
 from cupyattn.configs import neighborhood_hopper
@@ -604,18 +603,22 @@ def wide(window, head_dim=64, precision="fp32", backward=False):
                    **more)
 
 
-@pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("problem, row", [
-    (((16,),), "band_small_f32"), (((17,),), "box_f32"), (((4, 4),), "band_small_f32"),
-    (((5, 5),), "box_f32"), (((3, 3, 3),), "band_small_f32"), (((4, 3, 3),), "box_f32"),
-    (((9,), 64, "tf32"), "band_small_f32"), (((10,), 64, "tf32"), "box_tf32"),
-    (((40,), 80), "band_f32"), (((40,), 96), "box_f32"), (((40,), 160), "band_f32")],
+@pytest.mark.parametrize("problem, forward, backward", [
+    (((16,),), "band_small", "band_small"), (((17,),), "box", "band_small"),
+    (((33,),), "box", "box"), (((5, 5),), "band_small", "band_small"),
+    (((5, 6),), "box", "band_small"), (((5, 7),), "box", "box"),
+    (((3, 3, 3),), "band_small", "band_small"), (((4, 3, 3),), "box", "band_small"),
+    (((4, 4, 4),), "box", "box"), (((8,), 64, "tf32"), "band_small", "band_small"),
+    (((9,), 64, "tf32"), "box", "band_small"), (((13,), 64, "tf32"), "box", "box"),
+    (((40,), 80), "band", "band"), (((40,), 96), "box", "box"), (((40,), 160), "band", "band")],
     ids=str)
-def test_float32_rows_by_window(problem, row, backward):
-    """Bands up to where matrix units issue less, and for features that boxes do not have."""
-    problem = wide(*problem, backward=backward)
-    name = f"neighborhood_{'bwd' if backward else 'fwd'}"
-    assert _select.choose(name, _select.tables()[name], problem, H200).name == row
+def test_float32_rows_by_window(problem, forward, backward):
+    """Bands up to where matrix units are as fast, and for features that boxes do not have."""
+    for name, row in (("neighborhood_fwd", forward), ("neighborhood_bwd", backward)):
+        asked = wide(*problem, backward=name.endswith("bwd"))
+        found = _select.choose(name, _select.tables()[name], asked, H200).name
+        units = "tf32" if asked.precision == "tf32" and row == "box" else "f32"
+        assert found == f"{row}_{units}"
 
 
 def test_float32_box_rows_refuse_by_reason():
@@ -953,6 +956,24 @@ def test_smoke(cupy_kind, dtype):
 def place_guarded(x):
     base, view = LAYOUTS["guarded"](x)
     return view(KINDS["cupy"].put(base))
+
+
+@pytest.mark.gpu
+@pytest.mark.smoke
+@pytest.mark.parametrize("problem", [p for p in HOPPER if p.name in (
+    "folded", "cube", "grid_96", "line_192")], ids=by_name)
+def test_smoke_hopper(hopper, problem):
+    check(problem, hopper, "bf16", row="hopper")
+
+
+@pytest.mark.gpu
+@pytest.mark.smoke
+@pytest.mark.parametrize("row, dtype", [("band_", "bf16"), ("band_", "f32"), ("box_", "bf16"),
+                                        ("box_", "f32")])
+def test_smoke_narrow(cupy_kind, row, dtype):
+    problem = next(p for p in (BANDS if row == "band_" else BOXES) if p.name.startswith("square"))
+    with _select.force(row):
+        check(in_boxes(problem, dtype), cupy_kind, dtype, row=row)
 
 
 @pytest.mark.gpu

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from .._program import (CTYPE, ITEMSIZE, Device, Kernel, Layout, Program, Row, Step, cdiv, few,
                         token_view)
@@ -36,18 +38,19 @@ class Band(Row):
     LONGEST = 127  # on the last axis
     WIDEST = 256  # head_dim
     BUSY = 512  # threads of a multiprocessor; below that, more of them do less each
+    # Keys of a window on one, two and three axes, see `narrow`; of 16-bit by instructions.
+    NARROW: ClassVar[Mapping[str, tuple[int, int, int]]] = {
+        "bf16": (16, 16, 16), "fp32": (32, 32, 48), "tf32": (12, 12, 12)}
     FEW = 8192  # queries and heads; 16-bit: with more, matrix units are as fast for any window
 
     @property
     def name(self) -> str:
         return f"band_small_{self.dtype}" if self.small else f"band_{self.dtype}"
 
-    @staticmethod
-    def narrow(problem: Problem) -> int:
-        """Return up to how many keys of a window bands are faster, by counting instructions."""
-        if problem.q.dtype != "f32":
-            return 16
-        return 9 if problem.precision == "tf32" else 32 if len(problem.space) == 3 else 16
+    def narrow(self, problem: Problem) -> int:
+        """Return up to how many keys of a window bands are faster than matrix units."""
+        precision = problem.precision if self.dtype == "f32" else "bf16"
+        return self.NARROW[precision][len(problem.space) - 1]
 
     def refuses(self, problem: Problem, device: Device) -> str | None:
         if self.small and problem.q.dtype == self.dtype:
@@ -154,6 +157,9 @@ def _runs(problem: Problem, run: int) -> int:
 @dataclass(frozen=True)
 class BandForward(Band):
     """The band kernel of the forward."""
+
+    NARROW: ClassVar[Mapping[str, tuple[int, int, int]]] = {
+        "bf16": (16, 16, 16), "fp32": (16, 25, 32), "tf32": (8, 8, 8)}
 
     @property
     def shapes(self) -> tuple[Shape, ...]:

@@ -95,9 +95,11 @@ class Hopper(Row):
 
     target: ClassVar[str | None] = "sm_90a"
     ARRAYS: ClassVar[tuple[str, ...]] = ("q", "k", "v")  # that the copy engine takes
-    # Keys of a window, below which other rows are faster, by the number of axes.
-    LEAST: ClassVar[Mapping[int, int]] = {1: 256, 2: 256, 3: 256}
-    ALONE: ClassVar[int] = 64  # and where the boxes of mma.sync refuse, which leaves slow rows
+    # Keys of a window on one, two, three axes, below which the boxes of mma.sync are faster, by
+    # `dim`; twice as many where features are spare. And where those refuse, which leaves slow rows.
+    LEAST: ClassVar[Mapping[int, tuple[int, int, int]]] = {
+        32: (1024, 2304, 2304), 64: (192, 384, 512), 96: (192, 256, 256), 128: (128, 128, 256)}
+    ALONE: ClassVar[int] = 12
     GROUPS: ClassVar[int] = 2  # warpgroups that compute, 64 rows each
     OVERHEAD: ClassVar[int] = 24  # of a walked box, in positions: barriers, exchange between lanes
     SAVED: ClassVar[float] = 0.5  # by passing over: the other warpgroups go on alone
@@ -150,12 +152,11 @@ class Hopper(Row):
 
     def _least(self, problem: Problem) -> int:
         """Return how many keys a window must have."""
-        least, dims = self.LEAST[len(problem.space)], (problem.head_dim, problem.value_dim)
-        if dims in ((64, 64), (128, 128)):
-            return least
-        if dims[0] != dims[1] or dims[0] not in BoxForward.DIMS:
-            return min(least, self.ALONE)
-        return 2 * least  # until it is measured: more is spare, or less is to multiply
+        dim = problem.head_dim
+        if dim != problem.value_dim or dim not in BoxForward.DIMS:
+            return self.ALONE
+        least = self.LEAST[self.dim][len(problem.space) - 1]
+        return least if dim == self.dim else 2 * least
 
     def boxes(self, problem: Problem, part: str) -> tuple[Box, Box] | None:
         """Return the box of a tile of a part and that which it walks, if any fit."""
@@ -297,7 +298,8 @@ class Hopper(Row):
 class HopperForward(Hopper):
     """64 queries a warpgroup, 64 to 160 keys at a time, both boxes of positions."""
 
-    LEAST: ClassVar[Mapping[int, int]] = {1: 256, 2: 576, 3: 576}
+    LEAST: ClassVar[Mapping[int, tuple[int, int, int]]] = {
+        32: (2048, 1600, 1024), 64: (192, 256, 768), 96: (192, 256, 256), 128: (96, 96, 256)}
 
     @property
     def blocks(self) -> int:
