@@ -113,38 +113,31 @@ __device__ void differentiate_key(const NeighborhoodParams& p, const Token& key)
   }
 }
 
-// The inner product of two rows, shared by the four lanes of a row.
+// Add the products of two rows of y with rows of dy in shared memory, `at` and at + 8 of 64, that a
+// lane has of its four lanes' share.
 template <class T, int kCount>
-__device__ inline float dot_by_quad(const T* x, const T* y) {
-  const int quad = threadIdx.x % 4;
-  const bool aligned = reinterpret_cast<unsigned long long>(y) % 16 == 0;  // x always is
-  float sum = 0;
+__device__ inline void add_products(float (&sum)[2], const T* const (&y)[2],
+                                    const unsigned char* dy, int at) {
+  using Layout = FeatureBlocks<kCount>;
   constexpr int kAtOnce = kCount > 128 ? 2 : 4;  // what registers hold
 #pragma unroll kAtOnce
-  for (int at = 0; at < kCount; at += 32) {
-    if (kCount % 32 != 0 && at + quad * 8 >= kCount) {
-      break;
-    }
-    const T *from_x = x + at + quad * 8, *from_y = y + at + quad * 8;
-    const uint4 a = *reinterpret_cast<const uint4*>(from_x);
-    uint4 b;
-    if (aligned) {
-      b = *reinterpret_cast<const uint4*>(from_y);
-    } else {
-      const auto two = [&](int e) { return from_y[e].bits | unsigned(from_y[e + 1].bits) << 16; };
-      b = uint4{two(0), two(2), two(4), two(6)};
-    }
-    const unsigned wx[4] = {a.x, a.y, a.z, a.w}, wy[4] = {b.x, b.y, b.z, b.w};
+  for (int feature = threadIdx.x % 4 * 8; feature < kCount; feature += 32) {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      float x0, x1, y0, y1;
-      unpack<T>(wx[e], x0, x1);
-      unpack<T>(wy[e], y0, y1);
-      sum = fmaf(x0, y0, fmaf(x1, y1, sum));
+    for (int i = 0; i < 2; ++i) {
+      const unsigned inside = (at + 8 * i) * Layout::kRow + feature % Layout::kBlock * 2;
+      const uint4 a = *reinterpret_cast<const uint4*>(y[i] + feature);
+      const uint4 b = *reinterpret_cast<const uint4*>(
+          dy + feature / Layout::kBlock * (64 * Layout::kRow) + swizzled<Layout::kRow>(inside));
+      const unsigned wa[4] = {a.x, a.y, a.z, a.w}, wb[4] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        float a0, a1, b0, b1;
+        unpack<T>(wa[e], a0, a1);
+        unpack<T>(wb[e], b0, b1);
+        sum[i] = fmaf(a0, b0, fmaf(a1, b1, sum[i]));
+      }
     }
   }
-  sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-  return sum + __shfl_xor_sync(0xffffffffu, sum, 2);
 }
 
 // Sixteen columns at a time of an accumulator as left operands.
@@ -180,8 +173,6 @@ __device__ void neighborhood_hopper_dq(const NeighborhoodHopperParams& hp) {
   constexpr int kStages = Config::kStages, kKeys = B::kSeen;
   constexpr int kGroups = Config::kGroups, kOwned = Config::kOwned;
   static_assert(!Config::kInverse && kGroups == 2 && kStages > 1, "queries own");
-  // Whether registers let lse and delta be found while a tile's first products are made.
-  constexpr bool kSumsLater = Scored::kAll + Summed::kAll <= 128;
   const NeighborhoodParams& p = hp.na;
   extern __shared__ unsigned char memory[];
   const unsigned own_at = static_cast<unsigned>(__cvta_generic_to_shared(memory));
@@ -287,10 +278,33 @@ __device__ void neighborhood_hopper_dq(const NeighborhoodHopperParams& hp) {
     const BoxPlace<Config>& place = plan.place;
     const int boxes = place.count;
     int row0 = again(first_row);
-    float lse[2], delta[2];  // times log2 e, times scale
-    bool has_sums = !kSumsLater;
+    float lse[2], delta[2] = {0, 0};  // times log2 e, times scale
     const unsigned slot = tile % kOwned * kGroups + warpgroup;
     const unsigned q_now = own_at + slot * kOwnBytes, dy_now = q_now + kQBytes;
+    const T* y[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      Token query;
+      place.token(p, row0 + 8 * i, query);
+      y[i] = row_of<const T>(p.y, query, query.head);
+      lse[i] = *row_of<const float>(p.lse, query, query.head) * kLog2e;
+    }
+    barrier_wait(own_full + 8 * slot, tile / kOwned & 1);
+    add_products<T, kValues>(delta, y, memory + (dy_now - own_at), row0 % 64);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      delta[i] += __shfl_xor_sync(0xffffffffu, delta[i], 1);
+      delta[i] += __shfl_xor_sync(0xffffffffu, delta[i], 2);
+      Token query;
+      const bool has = place.token(p, row0 + 8 * i, query);
+      if (p.dlse.data != nullptr) {
+        delta[i] -= *row_of<const float>(p.dlse, query, query.head);
+      }
+      delta[i] *= scale;
+      if (has && quad == 0) {
+        *sums_of(p, query, query.head) = float2{lse[i], delta[i]};
+      }
+    }
     const auto start_scores = [&]() {
       const unsigned stage = it % kStages, parity = it / kStages & 1;
       barrier_wait(k_full + 8 * stage, parity);
@@ -303,23 +317,6 @@ __device__ void neighborhood_hopper_dq(const NeighborhoodHopperParams& hp) {
       multiply_features<T, kValues>(dp, features_at<Summed>(dy_now),
                                     features_at<Summed>(v_at + stage * kVBytes));
       warpgroup_commit();
-    };
-    const auto find_sums = [&]() {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        Token query;
-        const bool has = place.token(p, row0 + 8 * i, query);
-        delta[i] = dot_by_quad<T, kValues>(row_of<const T>(p.dy, query, query.head),
-                                        row_of<const T>(p.y, query, query.head));
-        if (p.dlse.data != nullptr) {
-          delta[i] -= *row_of<const float>(p.dlse, query, query.head);
-        }
-        lse[i] = *row_of<const float>(p.lse, query, query.head) * kLog2e;
-        delta[i] *= scale;
-        if (has && quad == 0) {
-          *sums_of(p, query, query.head) = float2{lse[i], delta[i]};
-        }
-      }
     };
     BoxWalk<Config> walk(place);
     const auto make_weights = [&]() {
@@ -344,11 +341,7 @@ __device__ void neighborhood_hopper_dq(const NeighborhoodHopperParams& hp) {
       hold(s);
     };
 
-    if constexpr (!kSumsLater) {
-      find_sums();
-    }
     clear(dq);
-    barrier_wait(own_full + 8 * slot, tile / kOwned & 1);
     for (int i = 0; i < boxes;) {
       if (walk.is_outside(warpgroup)) {
         barrier_wait(k_full + 8 * (it % kStages), it / kStages & 1);
@@ -361,10 +354,6 @@ __device__ void neighborhood_hopper_dq(const NeighborhoodHopperParams& hp) {
         continue;
       }
       start_scores();
-      if (!has_sums) {
-        find_sums();
-        has_sums = true;
-      }
       warpgroup_wait<1>();
       make_weights();
       warpgroup_wait<0>();

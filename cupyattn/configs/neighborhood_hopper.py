@@ -14,7 +14,7 @@ from .._program import (CTYPE, Device, Kernel, Layout, Program, Row, Step, Tenso
                         few, token_view)
 from ..reference import neighborhood as reference
 from .neighborhood_box import BoxForward
-from .neighborhood_problem import Problem, values, visits
+from .neighborhood_problem import Problem, rows_aligned, values, visits
 
 Box = tuple[int, int, int]
 Axis = tuple[int, int, int, int, bool, str]  # positions, window, dilation, stride, causal, boundary
@@ -344,6 +344,12 @@ class HopperBackward(Hopper):
     @property
     def parts(self) -> tuple[str, ...]:
         return ("dq", "dkdv") if self.dim + self.values <= 256 else ("dq", "dk", "dv")
+
+    def refuses(self, problem: Problem, device: Device) -> str | None:
+        reason = super().refuses(problem, device)
+        if reason is None and problem.y is not None and not rows_aligned(problem.y):
+            return "y has rows that do not start at multiples of 16 bytes"
+        return reason
 
     def boxes(self, problem: Problem, part: str) -> tuple[Box, Box] | None:
         """Return the box of a tile of a part and that which it walks, if any fit."""

@@ -114,5 +114,9 @@ __device__ inline void fewer_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
 }
 
-// Byte offset in a tile of 128-byte rows at a 1024-byte boundary -> where the swizzle puts it.
-__device__ inline unsigned swizzled(unsigned offset) { return offset ^ (offset >> 3 & 0x70u); }
+// Byte offset in a tile of rows of 128 or 64 bytes at a 1024-byte boundary -> where the swizzle puts it.
+template <int kRow = 128>
+__device__ inline unsigned swizzled(unsigned offset) {
+  static_assert(kRow == 128 || kRow == 64, "a swizzle of that span");
+  return offset ^ (offset >> 3 & (kRow == 128 ? 0x70u : 0x30u));
+}
