@@ -381,15 +381,16 @@ __device__ void neighborhood_hopper_dq(const NeighborhoodHopperParams& hp) {
     arrive_by_warp(own_empty + 8 * slot);
 
     row0 = again(row0);  // or what depends on it is kept in registers all the time
+    Token mine[2];
+    bool wrong[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      Token mine;
-      const bool has = place.token(p, row0 + 8 * i, mine);
-      const bool finite = store_row<T, kDim>(row_of<T>(p.dq, mine, mine.head), has, i, dq);
-      for_each_row(has && !finite, mine, [&](const Token& query) {
-        differentiate_query<T, kDim, kValues>(p, query);
-      });
+      const bool has = place.token(p, row0 + 8 * i, mine[i]);
+      wrong[i] = !store_row<T, kDim>(row_of<T>(p.dq, mine[i], mine[i].head), has, i, dq) && has;
     }
+    for_each_row(wrong, mine, [&](const Token& query) {
+      differentiate_query<T, kDim, kValues>(p, query);
+    });
   });
 }
 
@@ -547,18 +548,33 @@ __device__ void neighborhood_hopper_dkdv(const NeighborhoodHopperParams& hp) {
       }
     };
     // From scores to the last sum, which is left to be waited for.
-    const auto differentiate = [&]() {
+    const auto differentiate = [&](auto after_wait) {
       const unsigned stage = it % kStages, q_at = stages + stage * kStageBytes;
       const float* of_stage = sums + stage * kQueries * 2 + 2 * quad;
+      float2 ahead[kAhead ? kQueries / 8 : 1];  // of lse or delta, asked for before it is wanted
+      const auto ask = [&](const float* from) {
+        if constexpr (kAhead) {
+#pragma unroll
+          for (int j = 0; j < kQueries / 8; ++j) {
+            ahead[j] = *reinterpret_cast<const float2*>(from + j * 8);
+          }
+        }
+      };
+      const auto get = [&](const float* from, int j) {
+        return kAhead ? ahead[kAhead ? j : 0] : *reinterpret_cast<const float2*>(from + j * 8);
+      };
+      barrier_wait(known + 8 * stage, it / kStages & 1);
+      ask(of_stage);
+      warpgroup_wait<kDk>();  // s, and what was asked for before it
+      after_wait();
       hold(s);
       if (!walk.is_inside(warpgroup)) {
         plan.rows.mask(s, walk, row0);
       }
       walk.next();
-      barrier_wait(known + 8 * stage, it / kStages & 1);
 #pragma unroll
       for (int j = 0; j < kQueries / 8; ++j) {
-        const float2 lse = *reinterpret_cast<const float2*>(of_stage + j * 8);
+        const float2 lse = get(of_stage, j);
 #pragma unroll
         for (int r = j * 4; r < j * 4 + 4; ++r) {
           s[r] = exp2f(fmaf(s[r], scale2, -(r % 2 ? lse.y : lse.x)));
@@ -573,11 +589,12 @@ __device__ void neighborhood_hopper_dkdv(const NeighborhoodHopperParams& hp) {
       if constexpr (!kDk) {
         return;
       }
+      ask(of_stage + kQueries);
       warpgroup_wait<kDv>();  // dp
       hold(dp);
 #pragma unroll
       for (int j = 0; j < kQueries / 8; ++j) {
-        const float2 delta = *reinterpret_cast<const float2*>(of_stage + kQueries + j * 8);
+        const float2 delta = get(of_stage + kQueries, j);
 #pragma unroll
         for (int r = j * 4; r < j * 4 + 4; ++r) {
           s[r] *= fmaf(dp[r], scale, -(r % 2 ? delta.y : delta.x));
@@ -606,8 +623,7 @@ __device__ void neighborhood_hopper_dkdv(const NeighborhoodHopperParams& hp) {
         continue;
       }
       start_scores();
-      warpgroup_wait<kDk>();  // s
-      differentiate();
+      differentiate([] {});
       ++it;
       for (++i; i < total && !walk.is_outside(warpgroup); ++i, ++it) {
         if constexpr (!kAhead) {
@@ -615,11 +631,11 @@ __device__ void neighborhood_hopper_dkdv(const NeighborhoodHopperParams& hp) {
           arrive_by_warp(empty + 8 * ((it - 1) % kStages));
         }
         start_scores();
-        warpgroup_wait<kDk>();  // the last sum, then s
-        if constexpr (kAhead) {
-          arrive_by_warp(empty + 8 * ((it - 1) % kStages));
-        }
-        differentiate();
+        differentiate([&] {
+          if constexpr (kAhead) {  // the last sum is there, too
+            arrive_by_warp(empty + 8 * ((it - 1) % kStages));
+          }
+        });
       }
       warpgroup_wait<0>();
       arrive_by_warp(empty + 8 * ((it - 1) % kStages));
@@ -633,20 +649,22 @@ __device__ void neighborhood_hopper_dkdv(const NeighborhoodHopperParams& hp) {
     arrive_by_warp(own_empty + 8 * slot);
 
     row0 = again(row0);
+    Token mine[2];
+    bool wrong[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      Token mine;
-      const bool has = place.token(p, row0 + 8 * i, mine);
+      const bool has = place.token(p, row0 + 8 * i, mine[i]);
       bool finite = true;
       if constexpr (kDk) {
-        finite = store_row<T, kDim>(row_of<T>(p.dk, mine, mine.head), has, i, dk);
+        finite = store_row<T, kDim>(row_of<T>(p.dk, mine[i], mine[i].head), has, i, dk);
       }
       if constexpr (kDv) {
-        finite = store_row<T, kValues>(row_of<T>(p.dv, mine, mine.head), has, i, dv) && finite;
+        finite = store_row<T, kValues>(row_of<T>(p.dv, mine[i], mine[i].head), has, i, dv) && finite;
       }
-      for_each_row(has && !finite, mine, [&](const Token& key) {
-        differentiate_key<T, kDim, kValues, kDk, kDv>(p, key);
-      });
+      wrong[i] = has && !finite;
     }
+    for_each_row(wrong, mine, [&](const Token& key) {
+      differentiate_key<T, kDim, kValues, kDk, kDv>(p, key);
+    });
   });
 }

@@ -274,6 +274,8 @@ __device__ void neighborhood_hopper_fwd(const NeighborhoodHopperParams& hp) {
     hold(o);
     arrive_by_warp(q_empty + 8 * slot);
 
+    Token mine[2];
+    bool wrong[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], 1);
@@ -285,17 +287,16 @@ __device__ void neighborhood_hopper_fwd(const NeighborhoodHopperParams& hp) {
         o[r] *= inverse;
         o[r + 1] *= inverse;
       }
-      Token mine;
-      const bool has = place.token(p, row0 + 8 * i, mine);
+      const bool has = place.token(p, row0 + 8 * i, mine[i]);
       if (has && quad == 0 && p.lse.data != nullptr) {
-        *row_of<float>(p.lse, mine, mine.head) = lse;
+        *row_of<float>(p.lse, mine[i], mine[i].head) = lse;
       }
-      T* const y = row_of<T>(p.y, mine, mine.head);
-      const bool finite = store_row<T, Config::kValues>(y, has, i, o) && is_finite(lse);
-      // The plain way: the warp computes one row after the other.
-      for_each_row(has && !finite, mine, [&](const Token& query) {
-        attend_plainly<T, B::kMost>(p, query);
-      });
+      T* const y = row_of<T>(p.y, mine[i], mine[i].head);
+      wrong[i] = !(store_row<T, Config::kValues>(y, has, i, o) && is_finite(lse)) && has;
     }
+    // The plain way: the warp computes one row after the other.
+    for_each_row(wrong, mine, [&](const Token& query) {
+      attend_plainly<T, B::kMost>(p, query);
+    });
   });
 }

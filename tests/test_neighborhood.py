@@ -229,23 +229,23 @@ def candidates():
                                value_dim=128), dtype
 
 
-def take_any_window(monkeypatch):
-    """Let the rows of sm_90a take windows for which others are faster."""
-    monkeypatch.setattr(neighborhood_hopper.Hopper, "_least", lambda row, problem: 0)
+def take_windows(monkeypatch, least):
+    """Let the rows of sm_90a take windows of so many keys, for which others are faster."""
+    monkeypatch.setattr(neighborhood_hopper.Hopper, "_least", lambda row, problem: least)
     monkeypatch.setattr(_launch, "_memo", {})
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("row", rows("neighborhood_fwd"))
 def test_every_forward_row(cupy_kind, monkeypatch, row):
-    take_any_window(monkeypatch)
+    take_windows(monkeypatch, 32)
     check_row(cupy_kind, "neighborhood_fwd", row, candidates())
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("row", rows("neighborhood_bwd"))
 def test_every_backward_row(cupy_kind, monkeypatch, row):
-    take_any_window(monkeypatch)
+    take_windows(monkeypatch, 32)
     check_row(cupy_kind, "neighborhood_bwd", row, candidates())
 
 
@@ -779,7 +779,7 @@ def hopper(cupy_kind, monkeypatch):
     """Force the rows of sm_90a, whatever the window."""
     if _device.device(0).capability != (9, 0):
         pytest.skip("needs sm_90")
-    take_any_window(monkeypatch)
+    take_windows(monkeypatch, 0)
     with _select.force("hopper_"):
         yield cupy_kind
 

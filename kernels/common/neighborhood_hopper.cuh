@@ -465,31 +465,38 @@ __device__ inline void multiply_seen(float (&d)[kCount], const unsigned (&operan
 __device__ inline bool is_finite(float x) { return fabsf(x) <= 3.4028235e38f; }
 
 // Row i of a thread's two rows of an accumulator to an array, without spare features; whether it is
-// finite.
+// finite. All parts are exchanged before the first is stored: shuffles wait for one another's ends.
 template <class T, int kFeatures, int kCount>
 __device__ inline bool store_row(T* row, bool has, int i, const float (&d)[kCount]) {
   const int quad = threadIdx.x % 4;
-  const bool aligned = reinterpret_cast<unsigned long long>(row) % 16 == 0;
   bool finite = true;
+  unsigned w[kCount / 16][4];  // of 8 features in each of the four lanes, which end with one
 #pragma unroll
-  for (int block = 0; block < kCount / 4; block += 4) {  // of 8 features; a lane ends with one
-    unsigned w[4];
+  for (int part = 0; part < kCount / 16; ++part) {
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      const float low = d[(block + k) * 4 + 2 * i];
-      const float high = d[(block + k) * 4 + 2 * i + 1];
+      const float low = d[(part * 4 + k) * 4 + 2 * i];
+      const float high = d[(part * 4 + k) * 4 + 2 * i + 1];
       finite = finite && is_finite(low) && is_finite(high);
-      w[k] = pack<T>(low, high);
+      w[part][k] = pack<T>(low, high);
     }
-    transpose_quad(w);
-    if (has && (kFeatures == kCount * 2 || (block + quad) * 8 < kFeatures)) {
-      T* to = row + (block + quad) * 8;
+  }
+#pragma unroll
+  for (int part = 0; part < kCount / 16; ++part) {
+    transpose_quad(w[part]);
+  }
+  const bool aligned = reinterpret_cast<unsigned long long>(row) % 16 == 0;
+#pragma unroll
+  for (int part = 0; part < kCount / 16; ++part) {
+    const int feature = part * 32 + quad * 8;
+    if (has && (kFeatures == kCount * 2 || feature < kFeatures)) {
       if (aligned) {
-        *reinterpret_cast<uint4*>(to) = uint4{w[0], w[1], w[2], w[3]};
+        *reinterpret_cast<uint4*>(row + feature) =
+            uint4{w[part][0], w[part][1], w[part][2], w[part][3]};
       } else {
 #pragma unroll
         for (int e = 0; e < 8; ++e) {
-          to[e].bits = static_cast<unsigned short>(w[e / 2] >> e % 2 * 16);
+          row[feature + e].bits = static_cast<unsigned short>(w[part][e / 2] >> e % 2 * 16);
         }
       }
     }
@@ -497,17 +504,18 @@ __device__ inline bool store_row(T* row, bool has, int i, const float (&d)[kCoun
   return finite;
 }
 
-// Call visit(token) for each row of the warp that has `again` set in one of its four lanes; all
-// lanes of the warp are there.
+// Call visit(token) for each row of the warp, of the two that a thread has a share of, that is `wrong`
+// in one of its four lanes; all lanes of the warp are there.
 template <class Visit>
-__device__ inline void for_each_row(bool again, const Token& mine, Visit visit) {
-  unsigned rows = __ballot_sync(0xffffffffu, again);
-  while (rows != 0) {
-    const int from = __ffs(rows) - 1;
-    rows &= ~(0xfu << from / 4 * 4);
-    Token token = mine;
+__device__ inline void for_each_row(const bool (&wrong)[2], const Token (&mine)[2], Visit visit) {
+  unsigned rows[2] = {__ballot_sync(0xffffffffu, wrong[0]), __ballot_sync(0xffffffffu, wrong[1])};
+#pragma unroll 1
+  while ((rows[0] | rows[1]) != 0) {
+    const int i = rows[0] == 0, from = __ffs(i ? rows[1] : rows[0]) - 1;
+    (i ? rows[1] : rows[0]) &= ~(0xfu << from / 4 * 4);
+    Token token = i ? mine[1] : mine[0];
     for (int a = 0; a < 3; ++a) {
-      token.at[a] = __shfl_sync(0xffffffffu, mine.at[a], from);
+      token.at[a] = __shfl_sync(0xffffffffu, token.at[a], from);
     }
     __syncwarp();
     visit(token);
