@@ -238,9 +238,10 @@ class Request:
             layouts[name] = layout if layout is not None and layout.unit_last else None
         return layouts
 
-    def operands(self) -> tuple[dict[str, Layout | None], list[str]]:
+    def operands(self, given: Mapping[str, Layout | None]
+                 ) -> tuple[dict[str, Layout | None], list[str]]:
         """Return the layouts that kernels get, and the inputs that are copied to have them."""
-        layouts = self.layouts()
+        layouts = dict(given)
         copied = [name for name in self.operator.arrays
                   if _must_copy(self.operator, name, layouts[name])]
         for name in copied:
@@ -296,7 +297,7 @@ class Prepared:
         operator, library = request.operator, request.library
         given = request.layouts()
         inputs = [given[name] for name in operator.arrays]
-        layouts, copied = request.operands()
+        layouts, copied = request.operands(given)
         self.library, self.device, self.current_device = library, device, runtime.getDevice
         self.copied = [operator.arrays.index(name) for name in copied]
         self.problem = operator.problem(layouts, request.options)

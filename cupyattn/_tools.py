@@ -186,7 +186,7 @@ def explain(op, *arrays, **options) -> Explanation:
         As the operator.
     """
     request = _launch.request_of(_function(op), arrays, options)
-    operator, (layouts, copied) = request.operator, request.operands()
+    operator, (layouts, copied) = request.operator, request.operands(request.layouts())
     problem = operator.problem(layouts, request.options)
     results = operator.results(problem)
     moved = sum(x.nbytes for x in (*(layouts[name] for name in request.arrays),

@@ -346,6 +346,7 @@ __device__ void linear_teams(const LinearHopperParams& p) {
                          ? widen(from[of.column * p.bias_stride[of.product]])
                          : 0.0f;
     }
+    __syncwarp();
     named_barrier(kReadable, Config::kThreads);
     return;
   }

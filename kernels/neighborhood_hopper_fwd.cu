@@ -89,23 +89,7 @@ __device__ void neighborhood_hopper_fwd(const NeighborhoodHopperParams& hp) {
       fewer_registers<40>();
     }
     if (threadIdx.x % 128 == 0) {
-      unsigned it = 0;  // box of the block
-      plans.for_each([&](const BoxPlan<Config>& plan, unsigned) {
-        const BoxPlace<Config>& place = plan.place;
-        const int kv_head = place.head / place.shared_heads;
-        BoxWalk<Config> walk(place);
-        for (int i = 0; i < place.count; ++i, ++it, walk.next()) {
-          const unsigned stage = it % kStages, parity = (it / kStages & 1) ^ 1;
-          barrier_wait(k_empty + 8 * stage, parity);
-          barrier_expect(k_full + 8 * stage, kKBytes);
-          load_positions<Scored, kKeys>(hp, hp.k_map, place, kv_head, p.kv_heads, hp.k_heads_first,
-                                        walk.at, k_at + stage * kKBytes, k_full + 8 * stage);
-          barrier_wait(v_empty + 8 * stage, parity);
-          barrier_expect(v_full + 8 * stage, kVBytes);
-          load_positions<Summed, kKeys>(hp, hp.v_map, place, kv_head, p.kv_heads, hp.v_heads_first,
-                                        walk.at, v_at + stage * kVBytes, v_full + 8 * stage);
-        }
-      });
+      load_keys(hp, plans, k_at, k_full);
     } else if (threadIdx.x % 128 / 32 == 1) {
       plans.write(hp, p.heads, [&](const BoxPlan<Config>& plan, unsigned tile) {
         for (int group = 0; group < kGroups; ++group) {

@@ -8,9 +8,10 @@
 // follow until those of the last end. Ends of intervals never fall as positions grow, so this is
 // the union.
 //
-// A block has a multiprocessor for itself and stays for all its tiles. Two plans say where it
-// works: a warp writes that of the next tile while this one is computed and has its own positions
-// loaded, another asks for boxes, so that the warpgroups that compute go on without a pause.
+// A block, one of Config::kBlocks a multiprocessor, stays for all its tiles. Two plans say where it
+// works: a warp writes that of the next tile while this one is computed, and the tile's own positions
+// and the boxes that it walks are asked for as soon as there is room, so that the warpgroups that
+// compute go on without a pause.
 #pragma once
 #include "common/mma.cuh"
 #include "common/params.cuh"
@@ -425,6 +426,36 @@ __device__ inline void load_part(const NeighborhoodHopperParams& hp, const Tenso
   load_positions<Layout, 64>(hp, map, place, place.head, heads, heads_first,
                                {place.position(0, row), place.position(1, row),
                                 place.position(2, row)}, to, full);
+}
+
+// The boxes of k and of v that tiles of queries walk, by one thread: each as soon as its stage is
+// empty. Barriers, kStages each: full of k, of v; empty of k, of v.
+template <class Config>
+__device__ inline void load_keys(const NeighborhoodHopperParams& hp, const Plans<Config>& plans,
+                                 unsigned k_at, unsigned barriers) {
+  using B = Boxes<Config>;
+  constexpr int kStages = Config::kStages, kKeys = B::kSeen;
+  constexpr unsigned kKBytes = kKeys * B::Scored::kBytes, kVBytes = kKeys * B::Summed::kBytes;
+  const unsigned v_at = k_at + kStages * kKBytes;
+  const int heads = hp.na.kv_heads;
+  unsigned it = 0;  // box of the block
+  plans.for_each([&](const BoxPlan<Config>& plan, unsigned) {
+    const BoxPlace<Config>& place = plan.place;
+    const int head = place.head / place.shared_heads;
+    BoxWalk<Config> walk(place);
+    for (int i = 0; i < place.count; ++i, ++it, walk.next()) {
+      const unsigned stage = it % kStages, parity = (it / kStages & 1) ^ 1;
+      const unsigned k_full = barriers + 8 * stage, v_full = k_full + 8 * kStages;
+      barrier_wait(k_full + 16 * kStages, parity);
+      barrier_expect(k_full, kKBytes);
+      load_positions<typename B::Scored, kKeys>(hp, hp.k_map, place, head, heads, hp.k_heads_first,
+                                                walk.at, k_at + stage * kKBytes, k_full);
+      barrier_wait(v_full + 16 * kStages, parity);
+      barrier_expect(v_full, kVBytes);
+      load_positions<typename B::Summed, kKeys>(hp, hp.v_map, place, head, heads, hp.v_heads_first,
+                                                walk.at, v_at + stage * kVBytes, v_full);
+    }
+  });
 }
 
 // Descriptors of such blocks of positions: of their features, and of kPositions as rows of a sum.
