@@ -1,4 +1,4 @@
-"""Time workloads (run), or the host's share of a call (host).
+"""Time workloads (run), the host's share of a call (host), or float32 products alone (products).
 
 Show what was saved: as pictures (plot), or a run as a Markdown table (figures).
 """
@@ -17,7 +17,9 @@ from .workloads import DIRECTIONS, OPERATORS, Workload
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    p.add_argument("command", nargs="?", choices=["run", "host", "plot", "figures"], default="run")
+    p.add_argument(
+        "command", nargs="?", choices=["run", "host", "products", "plot", "figures"], default="run"
+    )  # fmt: skip
     p.add_argument("--operator", nargs="+", choices=OPERATORS, metavar="O", help=str(OPERATORS))
     p.add_argument(
         "--workload", nargs="+", metavar="NAME",
@@ -154,6 +156,13 @@ def main(arguments: list[str] | None = None) -> int:
 
             named = options.workload or options.operator
             return host(chosen(options) if named else None)
+        if options.command == "products":
+            if why:
+                print(f"No GPU is used ({why}): there is no product to time.")
+                return 0
+            from .products import main as products
+
+            return products()
         return run_numpy(options, why) if why else run_gpu(options)
     except ValueError as mistake:
         p.error(str(mistake))

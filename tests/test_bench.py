@@ -561,6 +561,13 @@ def test_command_line(capsys):
 
 
 @pytest.mark.skipif(cli.gpu_missing() is None, reason="there is a GPU")
+@pytest.mark.parametrize("command", ["host", "products"])
+def test_what_needs_a_gpu_says_so(capsys, command):
+    assert cli.main([command]) == 0
+    assert capsys.readouterr().out.startswith("No GPU is used (")
+
+
+@pytest.mark.skipif(cli.gpu_missing() is None, reason="there is a GPU")
 def test_quick_without_a_gpu(tmp_path, capsys, monkeypatch):
     pytest.importorskip("matplotlib")
     from bench import photo
