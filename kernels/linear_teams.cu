@@ -65,7 +65,8 @@ struct Tiling {
   static constexpr int kLow = kStages * kStage;
   static constexpr int kLows = kExact ? kBuffers * kBytesB : 0;
   static constexpr int kBias = kLow + kTeams * kLows;
-  static constexpr int kFull = kBias + 4 * kColumns;
+  static constexpr int kBiasThere = kBias + 4 * kColumns;  // a barrier, as the rest
+  static constexpr int kFull = kBiasThere + 8;
   static constexpr int kEmpty = kFull + 8 * kStages;
   static constexpr int kWritten = kEmpty + 8 * kStages;  // by team and buffer
 
@@ -125,6 +126,7 @@ __device__ void linear_teams_begin(const LinearHopperParams& p) {
       barrier_init(shared + L::kFull + 8 * i, 1);
       barrier_init(shared + L::kEmpty + 8 * i, L::kTeam / 32);  // warps of the team that has it
     }
+    barrier_init(shared + L::kBiasThere, L::kColumns);  // threads
     for (int i = 0; i < L::kTeams * L::kBuffers; ++i) {
       barrier_init(shared + L::kWritten + 8 * i, L::kTeam / 32);
     }
@@ -336,7 +338,6 @@ __device__ void linear_teams(const LinearHopperParams& p) {
     if (threadIdx.x % 32 == 0 && (warp < L::kUnits || warp == 3)) {
       load_slices<Config>(p, shared, warp);
     }
-    __syncwarp();
     const int thread = int(threadIdx.x) - L::kMultiply;
     if (thread < L::kColumns) {
       const Place<Config> place(p);
@@ -345,9 +346,8 @@ __device__ void linear_teams(const LinearHopperParams& p) {
       bias[thread] = from != nullptr && of.column < p.columns[of.product]
                          ? widen(from[of.column * p.bias_stride[of.product]])
                          : 0.0f;
+      barrier_arrive(shared + L::kBiasThere);
     }
-    __syncwarp();
-    named_barrier(kReadable, Config::kThreads);
     return;
   }
   more_registers<L::kRegisters>();
@@ -458,7 +458,8 @@ __device__ void linear_teams(const LinearHopperParams& p) {
     *reinterpret_cast<float2*>(to + r / 2 % 2 * 8 * L::kPitch + r / 4 * 8) =
         float2{sums[r], sums[r + 1]};
   }
-  named_barrier(kReadable, Config::kThreads);  // sums and bias are
+  named_barrier(kReadable, L::kMultiply);  // sums are there
+  barrier_wait(shared + L::kBiasThere, 0);
   const Place<Config> place(p);
   const bool finite = write_tile(p, place, all, bias);
   if constexpr (L::kExact) {

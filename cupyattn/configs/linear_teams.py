@@ -154,7 +154,7 @@ class Teams(Row):
         buffers = tiling.teams * (tiling.rows // 64 + 1)
         low = buffers * tiling.columns * _LINE if self.precision == "fp32" else 0
         return (tiling.stages * ((tiling.rows + tiling.columns) * _LINE + 16) + low
-                + 8 * buffers + 4 * tiling.columns)
+                + 8 * (buffers + 1) + 4 * tiling.columns)
 
     def _map(self, x: Matrix, rows: int) -> TensorMap:
         size = ITEMSIZE[self.dtype]
