@@ -26,7 +26,7 @@ def main(cases: list[Workload] | None = None, seconds: float = 0.3) -> int:
     import cupy
 
     cupy.cuda.Stream(non_blocking=True).use()
-    torch = _torch(cupy)
+    torch = torch_on_our_stream()
     z = None if torch is None else torch.zeros(1, device="cuda")
     print(f"{'workload':<36}{'direction':<11}{'arrays':<8}{'call us':>9}{'out= us':>9}"
           f"{'plan us':>9}{'add_ us':>9}{'call / add_':>13}{'out= / add_':>13}")  # fmt: skip
@@ -84,7 +84,8 @@ def _host(function: Any, seconds: float) -> float:
     return float(np.median(1e6 * result.cpu_times))
 
 
-def _torch(cupy: Any) -> Any:
+def torch_on_our_stream() -> Any:
+    """Return torch, on a stream that is CuPy's current one too, or None where it is missing."""
     try:
         import torch
     except ImportError:

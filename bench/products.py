@@ -22,11 +22,16 @@ def main(seconds: float = 0.1) -> int:
     """
     import cupy
 
-    from .timing import Clock, capture_cupy
+    from .host import torch_on_our_stream
+    from .timing import Clock, capture_cupy, capture_torch
 
     cupy.cuda.Stream(non_blocking=True).use()
+    torch = torch_on_our_stream()
     clock = Clock(seconds)
     kinds = [("ours", "fp32"), ("cuBLAS", "fp32"), ("ours", "tf32"), ("cuBLAS", "tf32")]
+    if torch is None:  # CuPy does not let cuBLAS be captured
+        print("torch is not installed, through which cuBLAS is called")
+        kinds = [kind for kind in kinds if kind[0] == "ours"]
     print(f"{'hidden':>7}{'tokens':>8}" + "".join(
         f"{who + ' ' + precision:>13} us{'TFLOP/s':>8}{'error':>9}" for who, precision in kinds))
     for hidden in HIDDEN:
@@ -36,7 +41,8 @@ def main(seconds: float = 0.1) -> int:
                 bind = _ours if who == "ours" else _cublas
                 sets = clock.sets(4 * hidden * (3 * hidden + 4 * tokens), 0)
                 calls, check = zip(*(bind(hidden, tokens, precision, i) for i in range(sets)))
-                (_, us, _), _ = clock.graph(calls, capture_cupy, 1e6 * clock.estimate(calls[0]))
+                capture = capture_cupy if torch is None else capture_torch
+                (_, us, _), _ = clock.graph(calls, capture, 1e6 * clock.estimate(calls[0]))
                 rate = 6e-6 * tokens * hidden**2 / us
                 line += f"{us:16.2f}{rate:8.1f}{check[0]():9.1e}"
             print(line, flush=True)
@@ -84,28 +90,22 @@ def _ours(hidden: int, tokens: int, precision: str, seed: int
 
     def check() -> float:
         run()
-        return _error(x, w, cupy.concatenate(list(buffers[f"y{i}"] for i in range(3)), axis=1))
+        return _error(x, w, cupy.concatenate([buffers[f"y{i}"] for i in range(3)], axis=1))
 
     return run, check
 
 
 def _cublas(hidden: int, tokens: int, precision: str, seed: int
             ) -> tuple[Callable[[], None], Callable[[], float]]:
-    import cupy
-
-    from .timing import COMPUTE_TYPE_TF32
+    import torch
 
     x, w, y = _arrays(hidden, tokens, seed)
     y = y.reshape(tokens, 3 * hidden)
-    default = cupy._core.get_compute_type(np.float32)
+    a, b, c = (torch.from_dlpack(array) for array in (x, w.T, y))
 
     def run() -> None:
-        if precision == "tf32":
-            cupy._core.set_compute_type(np.float32, COMPUTE_TYPE_TF32)
-        try:
-            cupy.matmul(x, w.T, out=y)
-        finally:
-            cupy._core.set_compute_type(np.float32, default)
+        torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
+        torch.matmul(a, b, out=c)
 
     def check() -> float:
         run()
