@@ -71,7 +71,8 @@ def run_gpu(options: argparse.Namespace) -> int:
     run = Run(options, chosen(options))
     run.start()
     rows = run.execute()
-    print(ledger.table(rows))
+    of_run = [*(row for row in run.known if row["run"] == run.run), *rows]
+    print("\n".join([ledger.table(rows), *ledger.gains(of_run)]))
     print("times are medians; x best peer: how many times faster; x floor: time over the floor")
     if options.save:
         print(f"rows appended to {run.file}")

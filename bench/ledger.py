@@ -14,6 +14,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from . import workloads
+from .problems import DIRECTIONS
+
 RESULTS = Path(__file__).resolve().parent / "results"
 # What a worker measures, and the whole row in the order it is written.
 MEASURED = ["row", "graph_us", "call_us", "host_us", "peak_bytes", "error", "plain_error", "note"]
@@ -217,6 +220,34 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(text)
 
 
+def gains(rows: Iterable[dict[str, Any]]) -> list[str]:
+    """Return lines that say how much faster neighborhood attention is than the plain kernels.
+
+    In the form of *Faster Neighborhood Attention*: (plain time / time - 1) in per cent, averaged
+    over the workloads of one, two and three axes, for the forward and for forward and backward.
+    """
+    times = {(row["workload"], row["direction"], row["provider"]): own for row in rows
+             if (own := median(row, "graph_us") or median(row, "call_us"))}  # fmt: skip
+    lines = []
+    for axes in (1, 2, 3):
+        names = dict.fromkeys(name for name, _, _ in times if name.startswith(f"na/{axes}d-"))
+        said = []
+        for what, directions in (("forward", ["forward"]),
+                                 ("forward and backward", ["forward", "backward"])):  # fmt: skip
+            ratios = [
+                sum(times[name, d, "naive"] for d in directions)
+                / sum(times[name, d, "cupyattn"] for d in directions)
+                for name in names
+                if all((name, d, who) in times for d in directions for who in ("naive", "cupyattn"))
+            ]
+            if ratios:
+                percent = 100 * (sum(ratios) / len(ratios) - 1)
+                said.append(f"{what} {percent:,.0f} % (of {len(ratios)})")
+        if said:
+            lines.append(f"over the plain kernels, {axes}-D: " + ", ".join(said))
+    return lines
+
+
 # --- the table of the README ------------------------------------------------------------------
 
 NAMES = {
@@ -248,12 +279,16 @@ def figures(rows: list[dict[str, Any]], wanted: str | None = None) -> str:
         case = [r for r in rows if all(r[k] == row[k] for k in ("workload", "direction"))]
         best = best_peer(case, "graph_us") or best_peer(case, "call_us")
         peer = f"{NAMES.get(best['provider'], best['provider'])} {_both(best)}" if best else "-"
+        cited = workloads.NATTEN.get(row["workload"].removeprefix("na/"))
+        if cited and row["gpu"] == "NVIDIA H200":
+            peer += f"; NATTEN, cited, {_us(float(cited[DIRECTIONS.index(row['direction'])]))}"
         lines.append(
             f"| `{row['workload']}` | {row['direction']} | {_both(row)} | {peer} "
             f"| {_us(row.get('floor_us'))} "
             f"| {_small(row['error'])} ({_small(row['plain_error'])}) |"
         )
-    return "\n".join(lines)
+    above = gains(rows)
+    return "\n".join([*lines, *([""] if above else []), *above])
 
 
 def _both(row: dict[str, Any]) -> str:

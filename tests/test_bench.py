@@ -521,6 +521,26 @@ def test_plot_command_draws_from_the_ledger_alone(tmp_path, monkeypatch, capsys)
     assert str(tmp_path / "Some-GPU-rope.png") in capsys.readouterr().out
 
 
+def test_figures_cite_natten():
+    row = example_row(workload="na/2d-96-w24", direction="backward", gpu="NVIDIA H200")
+    assert "NATTEN, cited, 3,200 |" in ledger.figures([row])
+    assert "NATTEN" not in ledger.figures([{**row, "gpu": "Some GPU"}])
+    assert set(workloads.NATTEN) == set(workloads.NEIGHBORHOOD)
+
+
+def test_gains_over_the_plain_kernels():
+    """As in the paper: per cent, the mean over workloads; both directions are one time."""
+    times = {"na/1d-a": {"forward": (1.0, 10.0), "backward": (3.0, 14.0)},
+             "na/1d-b": {"forward": (2.0, 6.0)}, "na/3d-c": {"backward": (1.0, 2.0)}}
+    rows = [example_row(workload=name, direction=direction, provider=who, graph_us=[0.0, us, 9e9])
+            for name, each in times.items() for direction, both in each.items()
+            for who, us in zip(("cupyattn", "naive"), both, strict=True)]
+    assert ledger.gains(rows) == [
+        "over the plain kernels, 1-D: forward 550 % (of 2), forward and backward 500 % (of 1)"]
+    assert ledger.figures(rows).endswith(ledger.gains(rows)[0])
+    assert not ledger.gains(row for row in rows if row["provider"] != "naive")
+
+
 def test_figures_of_one_run(tmp_path, monkeypatch, capsys):
     """Each case beside its best peer of the same run; without a floor or a peer a dash."""
     monkeypatch.setattr(ledger, "RESULTS", tmp_path)
