@@ -647,7 +647,8 @@ def check_layouts(problem, kind, dtype, layout):
     """Views give the bits that contiguous copies give, and are not written.
 
     Neighborhood attention may take another kernel for views whose rows do not begin at 16-byte
-    boundaries, the module for matrices whose depth is not inside: those are held to the rule.
+    boundaries, the module for matrices whose depth is not inside, and NumPy other sums for other
+    strides: those are held to the rule.
     """
     bases = []
 
@@ -658,7 +659,7 @@ def check_layouts(problem, kind, dtype, layout):
         return view(base)
 
     ours = problem.run(kind, dtype, put)
-    if isinstance(problem, (Neighborhood, Fused)) and _kernels(
+    if not kind.on_gpu or isinstance(problem, (Neighborhood, Fused)) and _kernels(
             problem, kind, dtype, put) != _kernels(problem, kind, dtype):
         hold(problem, dtype, ours, "on views")
     else:
