@@ -20,7 +20,7 @@ def test_all_passed(written):
 
 
 def test_belongs_to_these_sources(written):
-    """Otherwise: run the GPU suite again with `pytest -m gpu --record tests/gpu_record.json`."""
+    """Otherwise: run the GPU suite again, with `bash tests/gpu.sh`."""
     assert written["sources_sha256"] == record.sources_sha256()
 
 
