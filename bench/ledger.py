@@ -225,24 +225,32 @@ def gains(rows: Iterable[dict[str, Any]]) -> list[str]:
 
     In the form of *Faster Neighborhood Attention*: (plain time / time - 1) in per cent, averaged
     over the workloads of one, two and three axes, for the forward and for forward and backward.
+    The plain kernels are this library's, not the paper's: the percentages are not comparable.
     """
+    rows = list(rows)
     times = {(row["workload"], row["direction"], row["provider"]): own for row in rows
              if (own := median(row, "graph_us") or median(row, "call_us"))}  # fmt: skip
+    scaled = {row["workload"] for row in rows if "scaled by the work" in (row["note"] or "")}
     lines = []
     for axes in (1, 2, 3):
         names = dict.fromkeys(name for name, _, _ in times if name.startswith(f"na/{axes}d-"))
         said = []
         for what, directions in (("forward", ["forward"]),
                                  ("forward and backward", ["forward", "backward"])):  # fmt: skip
+            both = [
+                name for name in names
+                if all((name, d, who) in times for d in directions for who in ("naive", "cupyattn"))
+            ]  # fmt: skip
             ratios = [
                 sum(times[name, d, "naive"] for d in directions)
                 / sum(times[name, d, "cupyattn"] for d in directions)
-                for name in names
-                if all((name, d, who) in times for d in directions for who in ("naive", "cupyattn"))
+                for name in both
             ]
             if ratios:
                 percent = 100 * (sum(ratios) / len(ratios) - 1)
-                said.append(f"{what} {percent:,.0f} % (of {len(ratios)})")
+                smaller = len(scaled & set(both))
+                note = f", {smaller} scaled from a smaller grid" if smaller else ""
+                said.append(f"{what} {percent:,.0f} % (of {len(ratios)}{note})")
         if said:
             lines.append(f"over the plain kernels, {axes}-D: " + ", ".join(said))
     return lines

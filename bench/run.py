@@ -291,7 +291,10 @@ class Run:
         try:
             request = self._request("case", w, direction)
             result = worker.ask(request, min(limit, max(1.0, self.left())))
-        except (Died, TimedOut) as failure:
+        except TimedOut as failure:
+            # Not the provider's fault where --total left it less than its limit.
+            return {"note": str(failure) if self.left() > 0 else "--total ran out"}
+        except Died as failure:
             return {"note": str(failure)}
         if not result.pop("healthy"):
             worker.stop()

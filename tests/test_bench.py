@@ -426,7 +426,7 @@ def test_total_ends_the_run(monkeypatch):
     rows = run.execute()
     assert run.elapsed() < 10
     assert [r["workload"] for r in rows] == ["tiny/1", "tiny/1", "tiny/2"]
-    assert rows[0]["note"] == "case" and "no result within the time limit" in rows[2]["note"]
+    assert rows[0]["note"] == "case" and rows[2]["note"] == "--total ran out"
 
 
 def test_the_slowest_provider_comes_last(monkeypatch):
@@ -538,6 +538,8 @@ def test_gains_over_the_plain_kernels():
     assert ledger.gains(rows) == [
         "over the plain kernels, 1-D: forward 550 % (of 2), forward and backward 500 % (of 1)"]
     assert ledger.figures(rows).endswith(ledger.gains(rows)[0])
+    rows[1]["note"] = "timed on a grid of (8, 8) and scaled by the work, x4"
+    assert "forward 550 % (of 2, 1 scaled from a smaller grid)" in ledger.gains(rows)[0]
     assert not ledger.gains(row for row in rows if row["provider"] != "naive")
 
 
