@@ -2,9 +2,10 @@
 
 tests/gpu.sh makes a whole record of one GPU. Part by part: `pytest -m gpu --record
 tests/gpu_record.json` writes the record; `--record-as multigpu` (or `large`) adds the counts of a
-further run to it. Each run carries the hash of the sources that it ran on. A further run asks for a machine that is not always at hand, so that it may stay in the
-record when the sources have changed since, marked `"older_sources": true`; the suite itself and
-the sanitizer's findings must be of the present sources. The findings are added by
+further run to it. Each run carries the hash of the sources that it ran on. A further run asks for a
+machine that is not always at hand, so that it may stay in the record when the sources have changed
+since, marked `"older_sources": true`; the suite itself and the sanitizer's findings must be of the
+present sources. The findings are added by
 
     python -m tests.record --sanitizer memcheck=memcheck.log racecheck=racecheck.log
 
