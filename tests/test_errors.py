@@ -551,3 +551,19 @@ def test_no_warning_in_an_ordinary_call(cupy_kind, dtype, recwarn):
 def test_bfloat16_is_that_of_ml_dtypes():
     x = np.ones((1, 4, 1, 8), ml_dtypes.bfloat16)
     assert cupyattn.neighborhood_attention(x, x, x, 3).dtype == ml_dtypes.bfloat16
+
+
+def test_out_for_a_result_that_is_not_there(kind):
+    x, table = kind.put(mk(0, (1, 2, 5, 8))), kind.put(mk(1, (5, 4)))
+    with pytest.raises(ValueError, match="out has an array for k"):
+        cupyattn.rope(x, None, table, table, out=(None, kind.put(mk(2, (1, 2, 5, 8)))))
+    scores, weight = kind.put(mk(0, (1, 1, 5, 5))), kind.put(mk(1, (1, 1, 3, 3)))
+    with pytest.raises(ValueError, match="out has 3 entries"):
+        cupyattn.multi_token_attention_backward(scores, scores, weight, out=(
+            None, None, kind.put(mk(2, (1,)))))
+
+
+def test_strides_that_are_no_multiple_of_the_item():
+    x = np.zeros(8, [("flag", "i1"), ("x", "f4")])["x"].reshape(1, 8, 1, 1)
+    with pytest.raises(ValueError, match=r"(?s)\bq\b.*strides.*item size 4"):
+        cupyattn.neighborhood_attention(x, x, x, 3)

@@ -15,6 +15,7 @@ from problems import (
     check_out,
     check_repeat,
     check_row,
+    flat,
     row_names,
 )
 from tolerance import agree, identical
@@ -92,6 +93,30 @@ def test_tables_per_item(kind):
     agree(kind.get(y), exact, case=True)
 
 
+@pytest.mark.parametrize("table", ["f16", "bf16", "f32", "f64"])
+@pytest.mark.parametrize("interleaved, width", [(False, 3), (False, 8), (True, 3), (True, 8)])
+def test_tables_of_part_of_a_head(kind, interleaved, width, table):
+    """The module rotates 6 of 8 features (or all, by tables in the full form), forward and back."""
+    problem = FUSED[0]
+    x, weights, biases, dy = problem.inputs("f32")
+    half = min(width, 4)
+    tables = tuple(mk(i, (*x.shape[1:2], half), table) for i in (11, 12))
+    given = tables if width == half else tuple(
+        np.repeat(t, 2, -1) if interleaved else np.concatenate((t, t), -1) for t in tables)
+    options = dict(problem.options, kernel_size=problem.kernel_size,
+                   rope=lift(kind, given) + (interleaved,))
+    arrays = lift(kind, (x, *weights, *biases))
+    y, residuals = cupyattn.fused_neighborhood_attention(*arrays, return_residuals=True, **options)
+    grads = cupyattn.fused_neighborhood_attention_backward(kind.put(dy), *arrays, residuals,
+                                                           **options)
+    words = dict(num_heads=problem.heads, num_kv_heads=problem.kv_heads, rope_tables=tables,
+                 interleaved=interleaved, kernel_size=problem.kernel_size, boundary="clip")
+    exact = (oracle.fused(x, weights, biases, **words),
+             *oracle.fused_bwd(x, weights, biases, dy, **words))
+    for name, ours, right in zip(problem.results, (y, *grads), exact):
+        agree(kind.get(ours), right, case=True, what=name)
+
+
 def test_input_of_any_strides(kind):
     """hidden_states with tokens that lie at no one stride."""
     problem = next(p for p in FUSED if p.name == "square")
@@ -117,6 +142,20 @@ def test_layouts(kind, problem, layout, dtype):
 @pytest.mark.parametrize("problem", FUSED_FEW[:2], ids=by_name)
 def test_out(kind, problem, layout):
     check_out(problem, kind, "bf16", layout)
+
+
+@pytest.mark.parametrize("given", [(True, False), (False, True), (True, True)], ids=str)
+def test_out_of_the_module_in_part(kind, given):
+    """Entries of `out` that are None are allocated, the residuals as a whole or one by one."""
+    forward, _ = FUSED[0].calls(kind, "f32")
+    y, residuals = forward()
+    out = (kind.xp.zeros_like(y) if given[0] else None,
+           (None, *map(kind.xp.zeros_like, residuals[1:])) if given[1] else None)
+    ours = forward(out)
+    assert out[0] is None or ours[0] is out[0]
+    assert out[1] is None or all(a is b for a, b in zip(ours[1][1:], out[1][1:]))
+    for a, b in zip(flat(*ours), flat(y, residuals)):
+        identical(kind.get(a), kind.get(b))
 
 
 @pytest.mark.gpu

@@ -193,16 +193,17 @@ def test_memory_is_linear_in_tokens(cupy_kind):
     assert all(np.isfinite(cupy_kind.get(g)).all() for g in grads)
 
 
-def test_empty_out(kind):
-    """Gradients over no query are zeros, also in `out`."""
-    shape = (2, 0, 2, 8)
-    empty = kind.put(np.zeros(shape, np.float32))
-    lse = kind.put(np.zeros(shape[:-1], np.float32))
-    out = tuple(Guard(kind, shape, np.float32) for _ in range(3))
-    cupyattn.neighborhood_attention_backward(empty, empty, empty, empty, empty, lse, 3,
-                                             out=tuple(g.array for g in out))
-    for guard in out:
-        assert guard.check().shape == shape
+def test_no_query_heads(kind):
+    """Gradients over no query are zeros of full shape, also in `out`."""
+    q, k = np.zeros((2, 5, 0, 8), np.float32), mk(1, (2, 5, 2, 8))
+    empty, lse, key = kind.put(q), kind.put(q[..., 0]), kind.put(k)
+    arrays = (empty, empty, key, key, empty, lse, 3)
+    out = [Guard(kind, x.shape, np.float32) for x in (q, k, k)]
+    new = cupyattn.neighborhood_attention_backward(*arrays)
+    cupyattn.neighborhood_attention_backward(*arrays, out=tuple(g.array for g in out))
+    for x, guard, like in zip(new, out, (q, k, k)):
+        for result in (kind.get(x), guard.check()):
+            assert result.shape == like.shape and not result.any()
 
 
 # --- rows ------------------------------------------------------------------------------------

@@ -166,6 +166,25 @@ def test_explain_counts_pairs_in_windows(kind):
     assert explanation.bytes == 4 * 2 * 50 * 3 * 16 * 4
 
 
+def test_explain_counts_operations_of_every_pass(kind):
+    """Products of the useful part, two operations each; a backward has twice the products."""
+    def flops(problem):
+        return [call.explain().flops for call in problem.calls(kind, "f32")]
+
+    p = problems.Neighborhood("", "", (50,), 9, heads=3, head_dim=16, value_dim=8, batch=2)
+    pairs = 2 * 3 * 50 * 9
+    assert flops(p) == [2 * pairs * (16 + 8), 2 * pairs * (3 * 16 + 2 * 8)]
+    p = problems.Fused("", "", (50,), 9, hidden=24, heads=4, kv_heads=2, head_dim=8, batch=2,
+                       boundary="shift")
+    products, pairs = 2 * 2 * 50 * (24 * 32 + 2 * 24 * 16 + 32 * 24), 2 * 4 * 50 * 9
+    assert flops(p) == [products + 4 * pairs * 8, 2 * products + 10 * pairs * 8]
+    p = problems.MultiToken("", "", 10, channels=4, outs=6, groups=2, kernel=(3, 5), batch=2)
+    once = 2 * 2 * 55 * 6 * 2 * 15
+    assert flops(p) == [once, 2 * once]
+    p = problems.Rope("", "", 7, head_dim=16, half=4, heads=(3, 1), batch=2)
+    assert flops(p) == [3 * 2 * 7 * 4 * 8] * 2
+
+
 def test_explain_refuses_what_the_operator_refuses(kind):
     x = kind.put(mk(0, (1, 8, 1, 8)))
     with pytest.raises(ValueError, match="kernel_size"):
