@@ -273,8 +273,11 @@ class Run:
             "budget": self.budget,
         }
 
-    def measure(self, w: Workload, direction: str, name: str) -> dict[str, Any]:
-        """Return what the provider's worker says, or a row whose note says why it says nothing."""
+    def measure(self, w: Workload, direction: str, name: str) -> dict[str, Any] | None:
+        """Return what the provider's worker says, or a row whose note says why it says nothing.
+
+        None if `--total` ran out meanwhile: that says nothing of the provider.
+        """
         if name in self.dead:
             return {"note": self.dead[name]}
         self._too_late(w, direction, name)
@@ -291,11 +294,9 @@ class Run:
         try:
             request = self._request("case", w, direction)
             result = worker.ask(request, min(limit, max(1.0, self.left())))
-        except TimedOut as failure:
-            # Not the provider's fault where --total left it less than its limit.
-            return {"note": str(failure) if self.left() > 0 else "--total ran out"}
-        except Died as failure:
-            return {"note": str(failure)}
+        except (Died, TimedOut) as failure:
+            cut = isinstance(failure, TimedOut) and self.left() <= 0
+            return None if cut else {"note": str(failure)}
         if not result.pop("healthy"):
             worker.stop()
         if trace := result.pop("trace", None):
@@ -309,13 +310,14 @@ class Run:
                 if (w.name, direction, name) in self.done:
                     continue
                 begin = self.elapsed()
-                if self.left() < 1:
+                measured = self.measure(w, direction, name) if self.left() >= 1 else None
+                if measured is None:
                     say(f"{len(self.cases) - count + 1} cases left after {begin:.0f} s: stopped")
                     break
                 row = {
                     "run": self.run, "operator": w.operator, "workload": w.name,
                     "direction": direction, "provider": name, **dict.fromkeys(ledger.MEASURED),
-                    **self.measure(w, direction, name), "floor_us": self.floor(w, direction),
+                    **measured, "floor_us": self.floor(w, direction),
                     "peer_version": ledger.peer_version(name),
                     **{key: self.facts[key] for key in ("gpu", "driver", "cuda", "cupy", "torch")},
                     "commit": self.commit, "dirty": self.dirty,

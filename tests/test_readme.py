@@ -56,9 +56,9 @@ def check_autograd(torch, tensors, get):
     *leaves, dy = tensors
     for x in leaves:
         x.requires_grad_()
-    names = {"torch": torch, "cupyattn": cupyattn, **dict(zip("qkv", leaves))}
-    with pytest.raises(ValueError, match="kernel_size"):  # its 7 x 7, dilated, on 9 x 8
-        exec(block("autograd.Function"), names)
+    names = {"torch": torch, "cupyattn": cupyattn}
+    exec(block("autograd.Function"), names)
+    assert torch.isfinite(names["x"].grad).all()
     function, options = names["NeighborhoodAttention"], {"dilation": (2, 1)}
     y = function.apply(*leaves, (3, 5), options)
     y.backward(dy)
